@@ -1,0 +1,1 @@
+"""Backends: what an executor computes with. `base.Backend` is the seam."""

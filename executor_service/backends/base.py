@@ -1,0 +1,243 @@
+"""The seam between the executor's gRPC shell and what computes.
+
+Station: called by `executor_service.servicer` (the unary calls) and `executor_service.step_runner` (the steps), always
+from the one compute thread. A backend knows no gRPC and no request; it sees arrays. Backends are found by the
+entry-point group `kvplane.backends`; the kit in `tests/conformance` runs against any of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+
+
+class BackendError(Exception):
+    """A backend cannot do what it was asked; the message says expected, got and what to do.
+
+    Attributes:
+        reason: UPPER_SNAKE_CASE name for `google.rpc.ErrorInfo`.
+        metadata: the names and values the message speaks of.
+    """
+
+    def __init__(self, reason: str, message: str, **metadata: object) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.metadata = {name: str(value) for name, value in metadata.items()}
+
+
+class NotEnoughMemoryError(BackendError):
+    """The memory left for KV does not hold one sequence of max_model_len (or not even two blocks)."""
+
+
+@dataclass(frozen=True)
+class KvGroupSpec:
+    """Layers that share one block table.
+
+    Units:
+        bytes_per_block: bytes of one block over all layers of the group, K and V together.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    bytes_per_block: int
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a manager must know of the model; see `GetModelInfoResponse` for each field."""
+
+    model_name: str
+    model_fingerprint: str
+    device: str
+    dtype: str
+    kv_cache_dtype: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+    kv_groups: tuple[KvGroupSpec, ...]
+    max_logprobs: int
+    tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """Every term of `num_blocks = (utilization * total - peak) // bytes_per_block`. Units: bytes."""
+
+    total_bytes: int
+    utilization: float
+    weights_bytes: int
+    peak_bytes: int
+    available_bytes: int
+    bytes_per_block: int
+    num_blocks: int
+    overridden: bool
+
+
+@dataclass(frozen=True)
+class TokenSampling:
+    """How a token is chosen; see `TokenSampling` in the executor's proto for ranges and order."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    suppressed_token_ids: tuple[int, ...]
+    num_logprobs: int
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether the row's history changes its logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True)
+class GroupTables:
+    """Block tables of all rows in one KV group.
+
+    Shape:
+        block_indptr: (R + 1,), block_ids: (block_indptr[R],), last_block_len: (R,) in [1, block_size].
+    """
+
+    block_indptr: Int32
+    block_ids: Int32
+    last_block_len: Int32
+
+
+@dataclass(frozen=True)
+class PenaltyHistory:
+    """Tokens of one penalised row. Shape: token_ids (n,); the first `prompt_len` of them are prompt."""
+
+    token_ids: Int32
+    prompt_len: int
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """The S rows that produce a token.
+
+    Shape:
+        rows, params_index, positions: (S,); seeds: (S,) uint64.
+        histories: by index into `rows`; tokens fed from the step before are already appended.
+
+    `positions[s]` is the position of the token to be produced, that is the row's sequence length after this step.
+    """
+
+    rows: Int32
+    params: Sequence[TokenSampling]
+    params_index: Int32
+    seeds: npt.NDArray[np.uint64]
+    positions: Int32
+    histories: Mapping[int, PenaltyHistory]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One validated step of R rows and T tokens, fed tokens filled in.
+
+    Shape:
+        query_indptr: (R + 1,); token_ids, positions: (T,); seq_lens: (R,) sequence length after this step;
+        tables: one per KV group; slot_mappings: one (T,) int64 per KV group, block_id * block_size + offset.
+
+    Invariants:
+        Every array is C-contiguous and read-only; every id is in range; positions of a row end at seq_lens[row] - 1.
+    """
+
+    step_id: int
+    query_indptr: Int32
+    token_ids: Int32
+    positions: Int32
+    seq_lens: Int32
+    tables: Sequence[GroupTables]
+    slot_mappings: Sequence[npt.NDArray[np.int64]]
+    sampling: SamplingBatch | None
+
+    @property
+    def num_rows(self) -> int:
+        """R, the number of rows."""
+        return len(self.query_indptr) - 1
+
+
+@dataclass(frozen=True)
+class RowFailure:
+    """A row that failed alone; the others are good."""
+
+    row: int
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class RowLogprobs:
+    """Log probabilities at one sampled position: the produced token first, then the likeliest, likeliest first.
+
+    Shape: both (k + 1,).
+    """
+
+    token_ids: Int32
+    logprobs: Float32
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step produced.
+
+    Shape:
+        sampled_token_ids: (S,), -1 where the row failed; logprobs: by sampling index, only rows that asked.
+    """
+
+    sampled_token_ids: Int32
+    logprobs: Mapping[int, RowLogprobs] = field(default_factory=dict)
+    failures: Sequence[RowFailure] = ()
+
+
+class Backend(ABC):
+    """What an executor computes with.
+
+    Life: `load`, `profile_memory`, `initialize_kv_cache`, then `execute` for every step, then `close`. All calls come
+    from one thread, one at a time. A backend keeps weights and K/V; it keeps nothing of a request.
+    """
+
+    @abstractmethod
+    def load(self) -> ModelInfo:
+        """Load the weights; called once, first.
+
+        Raises:
+            BackendError: the model cannot be read or is of a kind this backend does not run.
+        """
+
+    @abstractmethod
+    def profile_memory(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
+        """Measure how many blocks fit, with a real forward pass and sampling at the given limits.
+
+        Raises:
+            NotEnoughMemoryError: not one sequence of max_model_len fits; the message has the numbers and the flags.
+        """
+
+    @abstractmethod
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocate (or, at the same size, reuse) the cache of `num_blocks` blocks, the null block 0 included."""
+
+    @abstractmethod
+    def execute(self, batch: StepBatch) -> StepResult:
+        """Run one step: every layer writes K/V of all rows before any row attends; then sample.
+
+        Raises:
+            BackendError: the whole step failed. Only slots of this step may have been written.
+        """
+
+    def close(self) -> None:
+        """Give back memory and devices. Called once, last; the default does nothing."""
+        return
