@@ -1,0 +1,68 @@
+"""One block's bookkeeping, and what a cached block was proved to hold."""
+
+from __future__ import annotations
+
+from kvmanager_service.core.block_hash import BlockHash
+
+
+class BlockContent:
+    """What a full block holds: tokens in the context of a verified parent.
+
+    Two physical blocks with the same tokens, extra keys and parent share one `BlockContent`, so the object's identity
+    *is* the identity of the content, and a chain of contents is a verified prefix.
+
+    Attributes:
+        block_hash: finds the content; never proves it.
+        parent: the content of the block before, None for a first block.
+        token_bytes: the block's token ids, little-endian int32.
+        extra_keys: what else decides the K/V; see `block_hash.encode_extra_keys`.
+        blocks: the physical blocks that hold it now; empty once all were evicted.
+    """
+
+    __slots__ = ("block_hash", "blocks", "extra_keys", "parent", "token_bytes")
+
+    def __init__(
+        self, block_hash: BlockHash, parent: BlockContent | None, token_bytes: bytes, extra_keys: bytes
+    ) -> None:
+        self.block_hash = block_hash
+        self.parent = parent
+        self.token_bytes = token_bytes
+        self.extra_keys = extra_keys
+        self.blocks: list[KVCacheBlock] = []
+
+    def is_same(self, parent: BlockContent | None, token_bytes: bytes, extra_keys: bytes) -> bool:
+        """Whether this content is exactly these tokens and keys after exactly that parent."""
+        return self.parent is parent and self.token_bytes == token_bytes and self.extra_keys == extra_keys
+
+
+class KVCacheBlock:
+    """One physical block.
+
+    Attributes:
+        block_id: index into the executor's cache.
+        ref_cnt: how many block tables reference it.
+        content: what it was proved or is about to hold; None for a block that is partial or not cached.
+        provisional_step: the step that fills it and is not acknowledged yet; 0 once committed.
+        prev_free_block, next_free_block: neighbours in the free queue; None outside it.
+    """
+
+    __slots__ = ("block_id", "content", "next_free_block", "prev_free_block", "provisional_step", "ref_cnt")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_cnt = 0
+        self.content: BlockContent | None = None
+        self.provisional_step = 0
+        self.prev_free_block: KVCacheBlock | None = None
+        self.next_free_block: KVCacheBlock | None = None
+
+    @property
+    def block_hash(self) -> BlockHash | None:
+        """The chain hash of a full, cached block; None otherwise."""
+        return None if self.content is None else self.content.block_hash
+
+    def __repr__(self) -> str:
+        state = f"ref_cnt={self.ref_cnt}"
+        if self.content is not None:
+            state += f", block_hash={self.content.block_hash.hex()[:8]}"
+        return f"KVCacheBlock({self.block_id}, {state})"

@@ -1,0 +1,264 @@
+"""The pool of physical blocks: who is free, who is referenced, what is cached.
+
+Station: owned by `KVCacheManager`; nobody else changes a block. It knows no request.
+
+Life of a block: free ─get_new_blocks▶ referenced ─cache_full_block▶ referenced and hashed (provisional until
+`commit_step`) ─free_blocks▶ free and hashed ─touch▶ referenced again, or ─get_new_blocks▶ evicted and referenced anew.
+
+Invariants (`check_integrity`):
+    1. ref_cnt == 0 ⇔ the block is in the free queue; the null block (id 0) is neither free nor counted.
+    2. free + referenced == N - 1.
+    3. Only a full block has content; a content lists exactly the blocks that have it and is found under its hash.
+    4. A block is provisional only while the step that fills it is outstanding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvmanager_service.core.block import BlockContent, KVCacheBlock
+from kvmanager_service.core.block_hash import BlockHash
+from kvmanager_service.core.free_block_queue import FreeKVCacheBlockQueue
+
+NULL_BLOCK_ID = 0
+
+
+class BlockPool:
+    """N blocks, block 0 being the null block.
+
+    Args:
+        num_blocks: N, the null block included; at least 2.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"expected num_blocks of at least 2 (block 0 is the null block), got {num_blocks}")
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
+        self.null_block = self.blocks[NULL_BLOCK_ID]
+        self.free_block_queue = FreeKVCacheBlockQueue(self.blocks[1:])
+        self.cached_block_hash_to_block: dict[BlockHash, BlockContent] = {}
+        self.num_cached_blocks = 0
+        self.num_evictions = 0
+        self._provisional: dict[int, list[tuple[KVCacheBlock, BlockContent, int]]] = {}
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """N - 1: all blocks but the null block."""
+        return len(self.blocks) - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no table references, cached or not."""
+        return self.free_block_queue.num_free_blocks
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Hand out blocks from the head of the free queue, evicting what they held.
+
+        Raises:
+            IndexError: fewer are free; nothing has changed.
+        """
+        blocks = self.free_block_queue.popleft_n(num_blocks)
+        for block in blocks:
+            block.ref_cnt = 1
+            if block.content is not None:
+                self._uncache(block)
+                self.num_evictions += 1
+        return blocks
+
+    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Reference cached blocks once more; those that were free leave the queue."""
+        for block in blocks:
+            if block.ref_cnt == 0:
+                self.free_block_queue.remove(block)
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Drop one reference of each block.
+
+        A block nobody references any more goes to the tail when it is cached (least recently used is evicted first),
+        to the head when it is not (it holds nothing worth keeping). Pass a table deepest block first, so that the
+        deepest part of a prefix is evicted first.
+
+        Raises:
+            ValueError: a block has no reference to drop.
+        """
+        queue = self.free_block_queue
+        for block in blocks:
+            if block.ref_cnt <= 0:
+                raise ValueError(f"expected a referenced block, got {block!r}: freed twice")
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                if block.content is None:
+                    queue.prepend(block)
+                else:
+                    queue.append(block)
+
+    def get_cached_block(
+        self, block_hash: BlockHash, parent: BlockContent | None, token_bytes: bytes, extra_keys: bytes
+    ) -> KVCacheBlock | None:
+        """Find a block that holds exactly these tokens after exactly that parent.
+
+        Returns:
+            The block, or None for a miss; a hash collision is a miss.
+        """
+        content = self.cached_block_hash_to_block.get(block_hash)
+        if content is None or not content.is_same(parent, token_bytes, extra_keys):
+            return None
+        return content.blocks[0]
+
+    def cache_full_block(
+        self,
+        block: KVCacheBlock,
+        block_hash: BlockHash,
+        parent: BlockContent | None,
+        token_bytes: bytes,
+        extra_keys: bytes,
+        *,
+        provisional_step: int = 0,
+        owner: int = -1,
+    ) -> BlockContent | None:
+        """Make a full block findable.
+
+        Args:
+            block: a referenced block without content.
+            block_hash: chain hash of the content.
+            parent: content of the block before it.
+            token_bytes: its tokens.
+            extra_keys: its extra keys.
+            provisional_step: the step that fills it, or 0 when it is filled already.
+            owner: whose step row fills it, for `provisional_blocks_of`.
+
+        Returns:
+            The content, or None when another content has this hash: then the block stays uncached.
+        """
+        assert block.content is None
+        assert block.ref_cnt > 0
+        content = self.cached_block_hash_to_block.get(block_hash)
+        if content is not None and content.parent is not None and not content.parent.blocks:
+            self.uncache(list(content.blocks))  # its parent is gone, so nothing can reach it any more
+            content = None
+        if content is None:
+            content = BlockContent(block_hash, parent, token_bytes, extra_keys)
+            self.cached_block_hash_to_block[block_hash] = content
+        elif not content.is_same(parent, token_bytes, extra_keys):
+            return None
+        content.blocks.append(block)
+        block.content = content
+        block.provisional_step = provisional_step
+        self.num_cached_blocks += 1
+        if provisional_step:
+            self._provisional.setdefault(provisional_step, []).append((block, content, owner))
+        return content
+
+    def commit_step(self, step_id: int) -> list[KVCacheBlock]:
+        """The step was acknowledged: its blocks are no longer provisional.
+
+        Returns:
+            The blocks committed; those evicted since are not among them.
+        """
+        committed = []
+        for block, content, _ in self._provisional.pop(step_id, ()):
+            if block.content is content and block.provisional_step == step_id:
+                block.provisional_step = 0
+                committed.append(block)
+        return committed
+
+    def provisional_blocks_of(self, owner: int, first_step: int) -> list[KVCacheBlock]:
+        """Blocks that an owner's rows fill in first_step or later, as far as those are outstanding."""
+        return [
+            block
+            for step_id, entries in self._provisional.items()
+            if step_id >= first_step
+            for block, content, block_owner in entries
+            if block_owner == owner and block.content is content
+        ]
+
+    def uncache(self, blocks: Iterable[KVCacheBlock]) -> set[KVCacheBlock]:
+        """Take the content off blocks, so that they can not be hit. Returns those that had one."""
+        uncached = {block for block in blocks if block.content is not None}
+        for block in uncached:
+            self._uncache(block)
+        return uncached
+
+    def forget_provisional(self) -> int:
+        """Steps were lost: un-hash every provisional block. Returns how many."""
+        forgotten = 0
+        for entries in self._provisional.values():
+            for block, content, _ in entries:
+                if block.content is content and block.provisional_step:
+                    self._uncache(block)
+                    forgotten += 1
+        self._provisional.clear()
+        return forgotten
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every hash. The caller sees to it that no table relies on one. Returns how many blocks lost theirs."""
+        forgotten = self.num_cached_blocks
+        for block in self.blocks:
+            if block.content is not None:
+                self._uncache(block)
+        self._provisional.clear()
+        return forgotten
+
+    def adopt(
+        self,
+        block_id: int,
+        block_hash: BlockHash,
+        parent: BlockContent | None,
+        token_bytes: bytes,
+        extra_keys: bytes,
+    ) -> BlockContent | None:
+        """Take over a block that an executor still holds from an earlier manager.
+
+        Parents are adopted before their children; `touch` and `free_blocks` them deepest first afterwards, so that
+        they are evicted in the right order.
+
+        Returns:
+            The content, or None when the block is in use, cached already, or the hash belongs to another content.
+        """
+        block = self.blocks[block_id]
+        if block_id == NULL_BLOCK_ID or block.ref_cnt or block.content is not None:
+            return None
+        self.touch((block,))
+        content = self.cache_full_block(block, block_hash, parent, token_bytes, extra_keys)
+        self.free_blocks((block,))
+        return content
+
+    def _uncache(self, block: KVCacheBlock) -> None:
+        content = block.content
+        assert content is not None
+        content.blocks.remove(block)
+        if not content.blocks:
+            del self.cached_block_hash_to_block[content.block_hash]
+        block.content = None
+        block.provisional_step = 0
+        self.num_cached_blocks -= 1
+
+    def check_integrity(self, tables: Iterable[Sequence[KVCacheBlock]]) -> None:
+        """Check every invariant against the block tables that exist.
+
+        Raises:
+            AssertionError: an invariant does not hold; the message names the block.
+        """
+        references = [0] * len(self.blocks)
+        for table in tables:
+            for block in table:
+                references[block.block_id] += 1
+        free = list(self.free_block_queue)
+        in_queue = {block.block_id for block in free}
+        assert len(in_queue) == len(free) == self.num_free_blocks, "a block is in the free queue twice"
+        assert NULL_BLOCK_ID not in in_queue, "the null block is in the free queue"
+        cached = 0
+        for block in self.blocks[1:]:
+            assert block.ref_cnt == references[block.block_id], f"{block!r} has {references[block.block_id]} references"
+            assert (block.ref_cnt == 0) == (block.block_id in in_queue), f"{block!r} free queue does not match ref_cnt"
+            if block.content is not None:
+                cached += 1
+                assert block in block.content.blocks, f"{block!r} is not listed by its content"
+                assert self.cached_block_hash_to_block.get(block.content.block_hash) is block.content, f"{block!r} lost"
+            if block.provisional_step:
+                assert block.content is not None, f"{block!r} is provisional without content"
+                assert block.provisional_step in self._provisional, f"{block!r} is provisional for a step that ended"
+        assert cached == self.num_cached_blocks, f"{cached} cached blocks, counted {self.num_cached_blocks}"
+        listed = sum(len(content.blocks) for content in self.cached_block_hash_to_block.values())
+        assert listed == cached, f"contents list {listed} blocks, {cached} have content"

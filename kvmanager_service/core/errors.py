@@ -1,0 +1,68 @@
+"""What can be wrong with a request, as the core sees it.
+
+Station: raised by `core`, mapped to a gRPC status by `kvmanager_service.errors`; the core knows no gRPC.
+
+    CoreError
+    ├── InvalidRequestError     a parameter, or a prompt that can never fit
+    ├── DuplicateRequestError   the id is waiting or running
+    ├── UnknownRequestError     no such request is waiting or running
+    ├── QueueFullError          too many requests wait
+    ├── PoolExhaustedError      a lone request outgrew the pool
+    ├── RowFailedError          the executor could not compute this request's row
+    └── PoolInUseError          the prefix cache cannot be reset while requests hold blocks
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CoreError",
+    "DuplicateRequestError",
+    "InvalidRequestError",
+    "PoolExhaustedError",
+    "PoolInUseError",
+    "QueueFullError",
+    "RowFailedError",
+    "UnknownRequestError",
+]
+
+
+class CoreError(Exception):
+    """An error of one request; it disturbs no other.
+
+    Attributes:
+        reason: UPPER_SNAKE_CASE name for `google.rpc.ErrorInfo`.
+        metadata: the names and values the message speaks of.
+    """
+
+    def __init__(self, reason: str, message: str, **metadata: object) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.metadata = {name: str(value) for name, value in metadata.items()}
+
+
+class InvalidRequestError(CoreError):
+    """A parameter is out of range, or the prompt can never fit the pool or the model."""
+
+
+class DuplicateRequestError(CoreError):
+    """A request with this id is waiting or running."""
+
+
+class UnknownRequestError(CoreError):
+    """No request with this id is waiting or running."""
+
+
+class QueueFullError(CoreError):
+    """max_waiting requests wait already."""
+
+
+class PoolExhaustedError(CoreError):
+    """The request alone fills the pool and needs one more block."""
+
+
+class RowFailedError(CoreError):
+    """The executor reported that this request's row failed."""
+
+
+class PoolInUseError(CoreError):
+    """Requests hold blocks."""

@@ -1,0 +1,245 @@
+"""Block tables: which blocks a request holds, which it may share, what becomes findable.
+
+Station: called by `Scheduler`; the only user of `BlockPool`. One KV group (full attention): a request's block i holds
+its tokens [i * block_size, (i + 1) * block_size).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from kvmanager_service.core.block import BlockContent, KVCacheBlock
+from kvmanager_service.core.block_hash import NONE_HASH, BlockHash, HashFunction, default_hash, hash_block_tokens
+from kvmanager_service.core.block_pool import BlockPool
+from kvmanager_service.core.request import TOKEN_BYTES, Request
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedBlock:
+    """A block an executor holds, with what an earlier manager noted on it; see `block_tag`."""
+
+    block_id: int
+    block_hash: BlockHash
+    parent_hash: BlockHash
+    token_bytes: bytes
+    extra_keys: bytes
+
+
+class KVCacheManager:
+    """Gives blocks to requests and takes them back.
+
+    Args:
+        num_blocks: blocks of the executor's cache, the null block included.
+        block_size: tokens per block.
+        enable_caching: whether full blocks are kept for later requests.
+        hash_function: what finds candidates; see `block_hash`.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_caching: bool = True,
+        hash_function: HashFunction = default_hash,
+    ) -> None:
+        if block_size < 1:
+            raise ValueError(f"expected block_size of at least 1, got {block_size}")
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.enable_caching = enable_caching
+        self.hash_function = hash_function
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that num_tokens tokens take: ceil(num_tokens / block_size)."""
+        return -(-num_tokens // self.block_size)
+
+    def get_computed_blocks(self, request: Request) -> list[KVCacheBlock]:
+        """The longest cached prefix of a request that holds no blocks yet.
+
+        Hits end at the first miss, and never cover the whole sequence: at least one token is left to compute, for
+        without it nothing could be sampled.
+
+        Returns:
+            Cached blocks in table order. Nothing is referenced yet; `allocate_slots` does that.
+        """
+        if not self.enable_caching:
+            return []
+        self._update_hashes(request)
+        hits: list[KVCacheBlock] = []
+        parent: BlockContent | None = None
+        extra_keys = request.extra_keys
+        size = self.block_size
+        for index in range((request.num_tokens - 1) // size):
+            block = self.pool.get_cached_block(
+                request.block_hashes[index], parent, request.tokens(index * size, (index + 1) * size), extra_keys
+            )
+            if block is None:
+                break
+            hits.append(block)
+            parent = block.content
+            extra_keys = b""
+        return hits
+
+    def allocate_slots(
+        self, request: Request, num_tokens: int, computed_blocks: list[KVCacheBlock] | None = None
+    ) -> bool:
+        """Make the request's table hold its first num_tokens tokens.
+
+        Args:
+            request: whose table grows.
+            num_tokens: length the table must hold.
+            computed_blocks: what `get_computed_blocks` found; only for a request without blocks.
+
+        Returns:
+            False when too few blocks are free; then nothing at all has changed.
+        """
+        hits = computed_blocks or []
+        needed = self.num_blocks_for(num_tokens) - len(request.blocks) - len(hits)
+        if needed <= 0 and not hits:
+            return True
+        if needed > self.num_free_after(hits):
+            return False
+        if hits:
+            assert not request.blocks
+            self.pool.touch(hits)
+            self._extend_table(request, hits)
+            request.contents = [content for block in hits if (content := block.content) is not None]
+            request.num_computed_tokens = len(hits) * self.block_size
+        if needed > 0:
+            self._extend_table(request, self.pool.get_new_blocks(needed))
+        return True
+
+    def num_free_after(self, hits: list[KVCacheBlock]) -> int:
+        """Blocks that stay free once these hits are referenced."""
+        return self.pool.num_free_blocks - sum(1 for block in hits if block.ref_cnt == 0)
+
+    def cache_blocks(self, request: Request, provisional_step: int) -> None:
+        """Make the request's newly full blocks findable.
+
+        A block is full once all its tokens are known and computed, or about to be by a step that is outstanding.
+
+        Args:
+            request: whose blocks.
+            provisional_step: the outstanding step that fills the newest block, or 0 when none does.
+        """
+        if not self.enable_caching or not request.is_cacheable:
+            return
+        size = self.block_size
+        num_full = min(request.num_computed_tokens, request.num_tokens) // size
+        if num_full <= len(request.contents):
+            return
+        self._update_hashes(request)
+        for index in range(len(request.contents), num_full):
+            content = self.pool.cache_full_block(
+                request.blocks[index],
+                request.block_hashes[index],
+                request.contents[-1] if index else None,
+                request.tokens(index * size, (index + 1) * size),
+                request.extra_keys if index == 0 else b"",
+                provisional_step=provisional_step,
+                owner=request.arrival_seq,
+            )
+            if content is None:
+                request.is_cacheable = False
+                return
+            request.contents.append(content)
+
+    def free(self, request: Request) -> None:
+        """Take all blocks back, the deepest first, so that the deepest part of a prefix is evicted first."""
+        self.pool.free_blocks(reversed(request.blocks))
+        request.blocks = []
+        request.block_id_bytes = bytearray()
+        request.contents = []
+        request.is_cacheable = True
+        request.num_computed_tokens = 0
+
+    def distrust(self, request: Request, step_id: int, *, with_table: bool) -> set[KVCacheBlock]:
+        """Un-hash blocks whose content a failed row put in doubt.
+
+        Args:
+            request: the failed row's.
+            step_id: the step that failed; what the request fills in it and in later ones is un-hashed.
+            with_table: un-hash all blocks of the request's table too; it still is the failed row's table.
+
+        Returns:
+            The blocks that lost their content.
+        """
+        blocks = self.pool.provisional_blocks_of(request.arrival_seq, step_id)
+        if with_table:
+            blocks += request.blocks
+            request.contents = []
+            request.is_cacheable = False
+        return self.pool.uncache(blocks)
+
+    def frees_a_block(self, request: Request) -> bool:
+        """Whether `free` would put at least one block back into the free queue."""
+        return any(block.ref_cnt == 1 for block in reversed(request.blocks))
+
+    def adopt(self, tagged: Iterable[TaggedBlock]) -> int:
+        """Take over blocks that an executor still holds; each must hash to what its tag says and have its parent here.
+
+        Returns:
+            How many blocks were adopted. The others stay free and empty.
+        """
+        if not self.enable_caching:
+            return 0
+        children: dict[BlockHash, list[TaggedBlock]] = {}
+        for tag in tagged:
+            if self._is_sound(tag):
+                children.setdefault(tag.parent_hash, []).append(tag)
+        adopted: list[KVCacheBlock] = []
+        level: list[tuple[BlockHash, BlockContent | None]] = [(NONE_HASH, None)]
+        while level:
+            following: dict[BlockHash, BlockContent] = {}
+            for parent_hash, parent in level:
+                for tag in children.pop(parent_hash, ()):
+                    content = self.pool.adopt(tag.block_id, tag.block_hash, parent, tag.token_bytes, tag.extra_keys)
+                    if content is not None:
+                        adopted.append(self.pool.blocks[tag.block_id])
+                        following[content.block_hash] = content
+            level = list(following.items())
+        adopted.reverse()
+        self.pool.touch(adopted)
+        self.pool.free_blocks(adopted)
+        return len(adopted)
+
+    def _is_sound(self, tag: TaggedBlock) -> bool:
+        return (
+            0 < tag.block_id < len(self.pool.blocks)
+            and len(tag.token_bytes) == self.block_size * TOKEN_BYTES
+            and hash_block_tokens(self.hash_function, tag.parent_hash, tag.token_bytes, tag.extra_keys)
+            == tag.block_hash
+        )
+
+    def _update_hashes(self, request: Request) -> None:
+        hashes = request.block_hashes
+        size = self.block_size
+        for index in range(len(hashes), request.num_tokens // size):
+            parent_hash = hashes[index - 1] if index else None
+            tokens = request.tokens(index * size, (index + 1) * size)
+            hashes.append(
+                hash_block_tokens(self.hash_function, parent_hash, tokens, b"" if index else request.extra_keys)
+            )
+
+    @staticmethod
+    def _extend_table(request: Request, blocks: list[KVCacheBlock]) -> None:
+        request.blocks += blocks
+        for block in blocks:
+            request.block_id_bytes += block.block_id.to_bytes(4, "little")
+
+    def check_integrity(self, requests: Iterable[Request]) -> None:
+        """Check the pool against the tables of all requests that hold blocks. Raises AssertionError."""
+        self.pool.check_integrity(self._checked_tables(requests))
+
+    def _checked_tables(self, requests: Iterable[Request]) -> Iterator[list[KVCacheBlock]]:
+        for request in requests:
+            assert len(request.blocks) * self.block_size >= request.num_computed_tokens, (
+                f"{request!r} has too few blocks"
+            )
+            ids = b"".join(block.block_id.to_bytes(4, "little") for block in request.blocks)
+            assert ids == request.block_id_bytes, f"{request!r} would send another table than it holds"
+            for block, content in zip(request.blocks, request.contents, strict=False):
+                assert block.content is content, f"{request!r} relies on content that {block!r} does not have"
+            yield request.blocks

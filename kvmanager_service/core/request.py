@@ -1,0 +1,243 @@
+"""A request, from the moment the core accepts it.
+
+Station: made by `Scheduler.add_request` from a `NewRequest`; read and written by the scheduler and the
+`KVCacheManager`, by nobody else.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvmanager_service.core.block import BlockContent, KVCacheBlock
+from kvmanager_service.core.block_hash import BlockHash, KeyDomain, encode_extra_keys
+from kvmanager_service.core.errors import CoreError
+
+TOKEN_BYTES = 4
+"""Bytes of one token id in `Request.token_bytes`: little-endian int32, as on the wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a token is chosen; every value explicit. Ranges are those of `TokenSampling` in the executor's proto."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    num_logprobs: int = -1
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """When a request ends by its tokens. Stop strings are found where text is made, and end it by `Scheduler.finish`.
+
+    Attributes:
+        max_tokens: most output tokens, resumed ones included.
+        min_tokens: output tokens before any stop token may end the request.
+        stop_token_ids: end-of-sequence (unless ignored) and stop tokens.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """What a servicer hands to the core.
+
+    Attributes:
+        prompt: the prompt's token ids as little-endian int32 bytes.
+        resumed: output tokens of an earlier stream, in the same form; they count as output and are not emitted.
+        seed: the random seed, drawn by the caller when the client set none.
+        arrival_time: seconds on the caller's clock; orders requests of one priority.
+    """
+
+    request_id: str
+    prompt: bytes
+    stop: StopRules
+    sampling: SamplingParams = SamplingParams()
+    seed: int = 0
+    priority: int = 0
+    cache_salt: str = ""
+    resumed: bytes = b""
+    arrival_time: float = 0.0
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.Enum):
+    """Why a request produced its last token."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one output position: the produced token first, then the likeliest, likeliest first."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What one step brought for one request.
+
+    Attributes:
+        token_ids: new output tokens (none when the request ended without one).
+        logprobs: one entry per token when the request asked, else empty.
+        num_cached_tokens: prompt tokens found in the prefix cache at first admission.
+        finish_reason: set in the last output.
+        stop_token_id: the token that ended it, when one did.
+        error: set when finish_reason is ERROR.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: CoreError | None = None
+
+
+class Request:
+    """A request the scheduler owns.
+
+    Attributes:
+        token_bytes: known tokens, prompt then output, little-endian int32.
+        num_tokens: how many tokens are known.
+        num_pending_tokens: tokens being sampled by outstanding steps: their ids are not known yet.
+        num_computed_tokens: tokens whose K/V is computed or being computed by an outstanding step.
+        blocks: the block table.
+        block_id_bytes: the table's block ids as on the wire, little-endian int32.
+        block_hashes: chain hashes of the full blocks of known tokens.
+        contents: verified contents of the table's first blocks, those that are cached.
+        is_cacheable: False once a hash collision kept a block out of the cache; its successors have no verified parent.
+        incarnation: grows at each preemption, so that a late result of an earlier life is told apart.
+        last_step_id: the newest step that has a row of this request.
+        last_sample_index: where that step samples this request's token, or -1.
+        failed_steps: steps in a row that failed with this request in them.
+
+    Invariants:
+        num_computed_tokens <= num_tokens + num_pending_tokens; only tokens up to num_tokens can be hashed;
+        a request that is not RUNNING has no blocks.
+    """
+
+    __slots__ = (
+        "arrival_seq",
+        "arrival_time",
+        "block_hashes",
+        "block_id_bytes",
+        "blocks",
+        "contents",
+        "extra_keys",
+        "failed_steps",
+        "finish_reason",
+        "incarnation",
+        "is_cacheable",
+        "last_sample_index",
+        "last_step_id",
+        "max_total_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_pending_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_tokens",
+        "priority",
+        "request_id",
+        "sampling",
+        "seed",
+        "status",
+        "stop",
+        "token_bytes",
+        "was_admitted",
+    )
+
+    def __init__(self, new: NewRequest, arrival_seq: int) -> None:
+        self.request_id = new.request_id
+        self.sampling = new.sampling
+        self.stop = new.stop
+        self.seed = new.seed
+        self.priority = new.priority
+        self.arrival_time = new.arrival_time
+        self.arrival_seq = arrival_seq
+        self.extra_keys = (
+            encode_extra_keys(((KeyDomain.CACHE_SALT, new.cache_salt.encode()),)) if new.cache_salt else b""
+        )
+
+        self.token_bytes = bytearray(new.prompt)
+        self.token_bytes += new.resumed
+        self.num_prompt_tokens = len(new.prompt) // TOKEN_BYTES
+        self.num_tokens = len(self.token_bytes) // TOKEN_BYTES
+        self.max_total_tokens = self.num_prompt_tokens + new.stop.max_tokens
+        self.num_pending_tokens = 0
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+
+        self.blocks: list[KVCacheBlock] = []
+        self.block_id_bytes = bytearray()
+        self.block_hashes: list[BlockHash] = []
+        self.contents: list[BlockContent] = []
+        self.is_cacheable = True
+
+        self.status = RequestStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.was_admitted = False
+        self.incarnation = 0
+        self.num_preemptions = 0
+        self.last_step_id = 0
+        self.last_sample_index = -1
+        self.failed_steps = 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Known output tokens, resumed ones included."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_schedulable_tokens(self) -> int:
+        """Tokens that could be computed in the next step: known or being sampled, and not computed yet.
+
+        None once every token the request may have is known or being sampled.
+        """
+        total = self.num_tokens + self.num_pending_tokens
+        return 0 if total >= self.max_total_tokens else total - self.num_computed_tokens
+
+    def append_token(self, token_id: int) -> None:
+        """A sampled token became known."""
+        self.token_bytes += token_id.to_bytes(TOKEN_BYTES, "little", signed=True)
+        self.num_tokens += 1
+
+    def tokens(self, start: int, stop: int) -> bytes:
+        """Known tokens [start, stop) as little-endian int32 bytes."""
+        return bytes(self.token_bytes[start * TOKEN_BYTES : stop * TOKEN_BYTES])
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.value}, tokens={self.num_tokens}+{self.num_pending_tokens}, "
+            f"computed={self.num_computed_tokens}, blocks={len(self.blocks)})"
+        )
