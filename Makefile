@@ -1,0 +1,126 @@
+# One-word tasks. `make help` lists them; `make check` is what CI runs.
+#
+# Everything runs from two venvs made on demand: .venv (the project, editable, at the versions of constraints.txt) and
+# .venv-proto (the stub generator). Any of the variables below can be set on the command line or in the environment.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROTO_VENV := .venv-proto
+INSTALLED := $(VENV)/.installed
+PROTO_INSTALLED := $(PROTO_VENV)/.installed
+PIP_INSTALL := -m pip --disable-pip-version-check --quiet install
+# More for pytest: make test PYTEST_ARGS="-k scheduler -x"
+PYTEST_ARGS ?=
+
+# Where `kvplane model pull` keeps weights.
+export KVPLANE_CACHE ?= $(HOME)/.cache/kvplane
+# Threads that wait without spinning: on a shared machine the default costs several times the compute.
+export OMP_NUM_THREADS ?= 2
+export OMP_WAIT_POLICY ?= PASSIVE
+# Public request traces, when a folder of them lies beside the checkout; tests that replay them skip otherwise.
+ifneq ($(wildcard ../shared/traces),)
+export KVPLANE_TRACES ?= $(abspath ../shared/traces)
+endif
+
+.PHONY: help
+help: ## list the tasks
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: $(INSTALLED) ## start the services, stream an answer, show its blocks and the prefix-cache hit of a second run
+	PATH="$(CURDIR)/$(BIN):$$PATH" deploy/demo.sh
+
+.PHONY: test
+test: $(INSTALLED) ## run the tests, those on real weights (SmolLM2, fetched once) included
+	@model=$${KVPLANE_TEST_MODEL:-$$($(BIN)/kvplane model pull smollm2)}; \
+	KVPLANE_TEST_MODEL="$$model" $(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
+
+.PHONY: soak
+soak: $(INSTALLED) ## run the tests that take minutes
+	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+
+.PHONY: check
+check: lint proto-check demo test ## lint, contract, demo and tests: what CI runs
+
+.PHONY: lint
+lint: $(INSTALLED) ## ruff, mypy and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: format
+format: $(INSTALLED) ## rewrite the sources as ruff and buf want them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/buf format -w
+
+.PHONY: proto
+proto: $(PROTO_INSTALLED) ## regenerate the stubs from the .proto files
+	PYTHON=$(PROTO_VENV)/bin/python proto/generate.sh
+
+.PHONY: proto-check
+proto-check: $(INSTALLED) $(PROTO_INSTALLED) ## lint the contract, find breaking changes and stale stubs
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code
+	$(BIN)/buf breaking --against proto/buf-image.binpb
+	PYTHON=$(PROTO_VENV)/bin/python proto/generate.sh --check
+
+.PHONY: proto-baseline
+proto-baseline: $(INSTALLED) ## accept the contract as it is: what breaking changes are measured against from now on
+	$(BIN)/buf build --exclude-source-info -o proto/buf-image.binpb
+
+.PHONY: bench
+bench: $(INSTALLED) ## measure the control plane and the CPU path
+	$(BIN)/python -m benchmarks
+
+.PHONY: test-compose
+test-compose: $(INSTALLED) ## build the images, bring the compose stack up, generate, restart the executor; exit 77: no engine
+	PATH="$(CURDIR)/$(BIN):$$PATH" deploy/test_compose.sh
+
+.PHONY: constraints
+constraints: ## write constraints.txt anew from the newest releases that pyproject.toml admits (torch stays)
+	@$(require-python)
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
+	$(PYTHON) -m venv "$$fresh"; \
+	grep '^torch==' constraints.txt >"$$fresh/torch.txt"; \
+	"$$fresh/bin/python" $(PIP_INSTALL) -r "$$fresh/torch.txt"; \
+	"$$fresh/bin/python" $(PIP_INSTALL) -c "$$fresh/torch.txt" -e '.[dev]'; \
+	grep '^#' constraints.txt >"$$fresh/new.txt"; \
+	"$$fresh/bin/python" -m pip freeze --exclude-editable | sed 's/+cpu$$//' \
+	  | grep -v -E '^(nvidia-.*-cu[0-9]+|nvidia-cu.*|cuda-.*|triton)==' >>"$$fresh/new.txt"; \
+	cp "$$fresh/new.txt" constraints.txt
+
+.PHONY: clean
+clean: ## remove the venvs, caches and build results (fetched weights stay)
+	rm -rf $(VENV) $(PROTO_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+# torch goes first and alone: so pip takes the build it is offered for this version (a CPU build where one is configured,
+# such as a find-links folder or an extra index; else its index's default), and what follows finds it installed.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(require-python)
+	$(PYTHON) -m venv $(VENV)
+	@echo '*' > $(VENV)/.gitignore
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt torch
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(PROTO_INSTALLED): proto/requirements.txt
+	@$(require-python)
+	$(PYTHON) -m venv $(PROTO_VENV)
+	@echo '*' > $(PROTO_VENV)/.gitignore
+	$(PROTO_VENV)/bin/python $(PIP_INSTALL) -r proto/requirements.txt
+	@touch $@
+
+define require-python
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	echo "KVPlane needs Python 3.11 or newer, with venv. '$(PYTHON)' is: $$($(PYTHON) --version 2>&1 || true)" >&2; \
+	echo "Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+endef
