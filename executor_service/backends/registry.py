@@ -1,0 +1,65 @@
+"""Finds a backend by name and builds it from the executor's configuration.
+
+Station: called by `server`. A backend is a class registered under the entry-point group `kvplane.backends`, whose
+constructor takes one dataclass; the dataclass's fields that are named like fields of `ExecutorConfig` get its values,
+others keep their defaults. Nothing is imported but the backend asked for: `sim` runs without torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import typing
+from importlib.metadata import entry_points
+
+from executor_service.backends.base import Backend, BackendError
+from executor_service.config import ExecutorConfig
+
+__all__ = ["ENTRY_POINT_GROUP", "create_backend", "known_backends"]
+
+ENTRY_POINT_GROUP = "kvplane.backends"
+
+# The same as in pyproject.toml, for a source tree whose distribution is not installed.
+_BUILT_IN = {
+    "torch": "executor_service.backends.torch_backend:TorchBackend",
+    "sim": "executor_service.backends.sim_backend:SimBackend",
+}
+
+
+def known_backends() -> dict[str, str]:
+    """Return where each backend's class is, as "module:class", by name."""
+    return _BUILT_IN | {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def create_backend(config: ExecutorConfig) -> Backend:
+    """Build the backend that the configuration names; it loads nothing yet.
+
+    Raises:
+        BackendError: no such backend, it cannot be imported, or it is not built as the module docstring says.
+    """
+    known = known_backends()
+    if config.backend not in known:
+        message = f"backend: expected one of {sorted(known)}, got {config.backend!r}"
+        raise BackendError("UNKNOWN_BACKEND", message, got=config.backend)
+    module, _, name = known[config.backend].partition(":")
+    try:
+        backend_class = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        message = f"backend {config.backend!r} cannot be imported: {error}; install what it needs"
+        raise BackendError("BACKEND_NOT_INSTALLED", message, module=module) from error
+    backend = backend_class(_backend_config(backend_class, config))
+    if not isinstance(backend, Backend):
+        raise BackendError("NOT_A_BACKEND", f"{module}:{name}: expected a subclass of Backend, got {type(backend)}")
+    return backend
+
+
+def _backend_config(backend_class: type, config: ExecutorConfig) -> object:
+    """Fill the dataclass that the backend's constructor takes."""
+    hints = [taken.annotation for taken in inspect.signature(backend_class, eval_str=True).parameters.values()]
+    if len(hints) != 1 or not dataclasses.is_dataclass(hints[0]):
+        message = f"{backend_class.__qualname__}: expected a constructor that takes one dataclass, got {hints}"
+        raise BackendError("NOT_A_BACKEND", message)
+    names = {field.name for field in dataclasses.fields(hints[0])} & set(ExecutorConfig.model_fields)
+    config_class = typing.cast("type[object]", hints[0])
+    return config_class(**{name: getattr(config, name) for name in names})

@@ -1,0 +1,287 @@
+"""A backend without weights that proves block tables: a wrong, stale, evicted or half-written block changes its output.
+
+Station: built by `registry`, called in the compute thread. Needs numpy only. Sampling knows temperature (zero or not),
+seed, suppression and whether a row has penalties; top_k, top_p, min_p and logit_bias do not change its tokens.
+
+All arithmetic is modulo 2**64; `mix` is a bijection with good avalanche, G an odd constant.
+
+    digest(p)   = digest(p - 1) + mix(token(p), p), digest(-1) = ROOT. digest(p) is stored in the slot of position p;
+                  digest(p - 1) is READ from the slot of position p - 1, through the block table.
+    content     = sum over all positions p of digest(p) * G**p, every digest READ through the block table.
+    next token  = mix(content, and seed and position if temperature > 0, and the history if penalised) % vocab_size.
+
+So the output depends on the content and the order of every block in the table, as attention does, and is computable
+from the prompt alone: `expected_tokens`. An unwritten slot holds 0. The content of whole blocks is kept as one
+polynomial per block and corrected with every write, so that a step costs per block, not per token of context.
+
+Source: splitmix64's finaliser (Steele, Lea, Flood 2014); polynomial hashing (Karp and Rabin 1987).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from executor_service.backends.base import (
+    Backend,
+    BackendError,
+    GroupTables,
+    Int32,
+    KvGroupSpec,
+    MemoryProfile,
+    ModelInfo,
+    NotEnoughMemoryError,
+    RowFailure,
+    RowLogprobs,
+    SamplingBatch,
+    StepBatch,
+    StepResult,
+)
+from executor_service.backends.sim_digest import PENALTY, ROOT, history_digest, mix_array, powers_of_g
+
+__all__ = ["SimBackend", "SimBackendConfig"]
+
+_BYTES_PER_SLOT = 8
+_DEFAULT_MAX_MODEL_LEN = 8192
+
+Uint64 = npt.NDArray[np.uint64]
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SimBackendConfig:
+    """What the sim backend is told; names as in `ExecutorConfig`.
+
+    Units:
+        sim_step_ms: milliseconds a step takes at least; sim_us_per_token: microseconds added for each token.
+
+    Defaults:
+        max_model_len None: 8192, or what the blocks hold if that is less.
+    """
+
+    model_name: str = "sim"
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_blocks_override: int | None = None
+    sim_step_ms: float = 0.0
+    sim_us_per_token: float = 0.0
+    sim_vocab_size: int = 32_000
+    sim_num_blocks: int = 4096
+    sim_eos_token_ids: tuple[int, ...] = ()
+
+
+class SimBackend(Backend):
+    """Digests in place of K/V.
+
+    Args:
+        config: sizes and times.
+
+    Invariants:
+        `_polynomials[b]` is the sum over the slots s of block b of `slots[b, s] * G**s`; `_writer` is -1 between steps.
+    """
+
+    def __init__(self, config: SimBackendConfig) -> None:
+        self._config = config
+        self._num_blocks = config.num_blocks_override or config.sim_num_blocks
+        fits = (self._num_blocks - 1) * config.block_size
+        self._max_model_len = config.max_model_len or min(_DEFAULT_MAX_MODEL_LEN, fits)
+        self._powers = powers_of_g(0)
+        self._slots: Uint64 = np.zeros(0, dtype=np.uint64)
+        self._polynomials: Uint64 = np.zeros(0, dtype=np.uint64)
+        self._writer: Int32 = np.zeros(0, dtype=np.int32)
+
+    @property
+    def slots(self) -> Uint64:
+        """The digests. Shape: (num_blocks * block_size,), read-only."""
+        view = self._slots.view()
+        view.flags.writeable = False
+        return view
+
+    def load(self) -> ModelInfo:
+        """Describe the model; there is nothing to load.
+
+        Raises:
+            BackendError: an end-of-sequence id is not in the vocabulary.
+        """
+        config = self._config
+        for token_id in config.sim_eos_token_ids:
+            if not 0 <= token_id < config.sim_vocab_size:
+                message = f"sim_eos_token_ids: expected ids in [0, {config.sim_vocab_size}), got {token_id}"
+                raise BackendError("BAD_EOS_TOKEN_ID", message, got=token_id)
+        return ModelInfo(
+            model_name=config.model_name or "sim",
+            model_fingerprint=f"sim-1-vocab-{config.sim_vocab_size}",
+            device="cpu",
+            dtype="uint64",
+            kv_cache_dtype="uint64",
+            vocab_size=config.sim_vocab_size,
+            max_model_len=self._max_model_len,
+            eos_token_ids=config.sim_eos_token_ids,
+            block_size=config.block_size,
+            kv_groups=(KvGroupSpec(1, 1, 1, config.block_size * _BYTES_PER_SLOT),),
+            max_logprobs=0,
+        )
+
+    def profile_memory(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
+        """Report the configured number of blocks.
+
+        Raises:
+            NotEnoughMemoryError: they do not hold one sequence of max_model_len.
+        """
+        block_size, num_blocks = self._config.block_size, self._num_blocks
+        needed = -(-self._max_model_len // block_size) + 1
+        if num_blocks < needed:
+            raise NotEnoughMemoryError(
+                "NOT_ENOUGH_KV_MEMORY",
+                f"a sequence of max_model_len {self._max_model_len} needs {needed} blocks of {block_size}, the null "
+                f"block included, got {num_blocks}; raise sim_num_blocks, or lower max_model_len",
+                needed_blocks=needed,
+                num_blocks=num_blocks,
+            )
+        size = num_blocks * block_size * _BYTES_PER_SLOT
+        return MemoryProfile(
+            total_bytes=size,
+            utilization=1.0,
+            weights_bytes=0,
+            peak_bytes=0,
+            available_bytes=size,
+            bytes_per_block=block_size * _BYTES_PER_SLOT,
+            num_blocks=num_blocks,
+            overridden=self._config.num_blocks_override is not None,
+        )
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Start with unwritten slots."""
+        self._slots = np.zeros(num_blocks * self._config.block_size, dtype=np.uint64)
+        self._polynomials = np.zeros(num_blocks, dtype=np.uint64)
+        self._writer = np.full(len(self._slots), -1, dtype=np.int32)
+        self._powers = powers_of_g(max(self._max_model_len, self._config.block_size))
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        """Write the digests of all rows, then produce tokens, then wait for the step's time to pass.
+
+        Raises:
+            BackendError: rows wait for each other's blocks in a circle; nothing was written.
+        """
+        started = time.monotonic()
+        self._write(batch)
+        result = self._sample(batch.sampling, batch.tables[0]) if batch.sampling else StepResult(np.empty(0, np.int32))
+        duration = self._config.sim_step_ms / 1e3 + self._config.sim_us_per_token * len(batch.token_ids) / 1e6
+        if (left := started + duration - time.monotonic()) > 0:
+            time.sleep(left)
+        return result
+
+    def _write(self, batch: StepBatch) -> None:
+        """Store each token's digest in its slot and correct the blocks' polynomials."""
+        starts, slots = batch.query_indptr[:-1], batch.slot_mappings[0]
+        added = mix_array(batch.token_ids.astype(np.uint64) << np.uint64(32) | batch.positions.astype(np.uint64))
+        sums = np.cumsum(added)
+        # The digest of a row's token is the sum up to it, plus what the row's first token found, less what other rows
+        # have put into the sum.
+        offsets = self._found(batch, slots, sums, sums[starts] - added[starts])
+        digests = sums + np.repeat(offsets, np.diff(batch.query_indptr))
+        blocks, places = np.divmod(slots, self._config.block_size)
+        np.add.at(self._polynomials, blocks, (digests - self._slots[slots]) * self._powers[places])
+        self._slots[slots] = digests
+
+    def _found(self, batch: StepBatch, slots: Int64, sums: Uint64, before: Uint64) -> Uint64:
+        """Read the digest of each row's previous position through its table.
+
+        It may be written by another row of this step, which may wait for a third one.
+
+        Args:
+            batch: the step.
+            slots: (T,) slot of each token.
+            sums: (T,) running sum of what the tokens add.
+            before: (R,) the sum before the row's first token.
+
+        Returns:
+            (R,) the digest found less `before`.
+        """
+        block_size, table = self._config.block_size, batch.tables[0]
+        first = batch.positions[batch.query_indptr[:-1]]
+        previous = np.maximum(first - 1, 0)
+        previous_slots = table.block_ids[table.block_indptr[:-1] + previous // block_size].astype(np.int64) * block_size
+        previous_slots += previous % block_size
+        offsets = np.where(first > 0, self._slots[previous_slots], ROOT) - before
+        self._writer[slots] = np.arange(len(slots), dtype=np.int32)
+        sources = np.where(first > 0, self._writer[previous_slots], -1)
+        self._writer[slots] = -1
+        waiting = np.flatnonzero(sources >= 0)
+        if len(waiting):
+            source_rows = np.searchsorted(batch.query_indptr, sources, side="right") - 1
+            known = sources < 0
+            while len(waiting):
+                ready = known[source_rows[waiting]]
+                rows, waiting = waiting[ready], waiting[~ready]
+                if not len(rows):
+                    raise _circle(waiting)
+                offsets[rows] = offsets[source_rows[rows]] + sums[sources[rows]] - before[rows]
+                known[rows] = True
+        return offsets
+
+    def _contents(self, rows: Int32, table: GroupTables) -> Uint64:
+        """Read everything the rows' tables hold: whole blocks by their polynomials, the last one slot by slot."""
+        block_size = self._config.block_size
+        starts, ends = table.block_indptr[rows], table.block_indptr[rows + 1]
+        lengths = ends - starts
+        row_starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
+        in_row = np.arange(lengths.sum()) - np.repeat(row_starts, lengths)
+        values = self._polynomials[table.block_ids[in_row + np.repeat(starts, lengths)]]
+        places = np.arange(block_size)
+        last = self._slots.reshape(-1, block_size)[table.block_ids[ends - 1]] * self._powers[places]
+        last[places >= table.last_block_len[rows][:, None]] = 0
+        values[row_starts + lengths - 1] = last.sum(axis=1)
+        return np.add.reduceat(values * self._powers[in_row * block_size], row_starts)
+
+    def _sample(self, sampling: SamplingBatch, table: GroupTables) -> StepResult:
+        """Choose the rows' tokens."""
+        state = mix_array(self._contents(sampling.rows, table))
+        for sample, history in sampling.histories.items():
+            state[sample : sample + 1] ^= mix_array(history_digest(history.token_ids, history.prompt_len) + PENALTY)
+        random = np.array([params.temperature > 0 for params in sampling.params])[sampling.params_index]
+        drawn = mix_array(state + mix_array(sampling.seeds ^ mix_array(sampling.positions.astype(np.uint64))))
+        tokens = (np.where(random, drawn, mix_array(state)) % np.uint64(self._config.sim_vocab_size)).astype(np.int32)
+        failures = self._suppress(sampling, tokens)
+        return StepResult(tokens, _logprobs(sampling, tokens), failures)
+
+    def _suppress(self, sampling: SamplingBatch, tokens: Int32) -> list[RowFailure]:
+        """Move tokens that may not be produced on to the next id that may; -1 where there is none."""
+        failures: list[RowFailure] = []
+        banned = [frozenset(params.suppressed_token_ids) for params in sampling.params]
+        if not any(banned):
+            return failures
+        for sample, index in enumerate(sampling.params_index.tolist()):
+            if len(banned[index]) == self._config.sim_vocab_size:
+                tokens[sample] = -1
+                message = "every token id is suppressed"
+                failures.append(RowFailure(int(sampling.rows[sample]), "ALL_TOKENS_SUPPRESSED", message))
+                continue
+            while tokens[sample] in banned[index]:
+                tokens[sample] = (tokens[sample] + 1) % self._config.sim_vocab_size
+        return failures
+
+
+def _logprobs(sampling: SamplingBatch, tokens: Int32) -> dict[int, RowLogprobs]:
+    """Return the produced token's log probability for rows that asked: the model is certain of each."""
+    if all(params.num_logprobs < 0 for params in sampling.params):
+        return {}
+    return {
+        sample: RowLogprobs(tokens[sample : sample + 1], np.zeros(1, dtype=np.float32))
+        for sample, index in enumerate(sampling.params_index.tolist())
+        if sampling.params[index].num_logprobs >= 0
+    }
+
+
+def _circle(rows: Sequence[int] | Int64) -> BackendError:
+    """Describe rows of which none can be computed first."""
+    shown = [int(row) for row in rows[:8]]
+    message = (
+        f"block_tables: expected rows of which each reads blocks that can be filled before it, got rows {shown} that "
+        "wait for each other's blocks; check that no two sequences share a block that both still write"
+    )
+    return BackendError("CIRCULAR_BLOCK_TABLES", message, rows=shown)

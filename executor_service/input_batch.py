@@ -1,0 +1,270 @@
+"""From an `ExecuteRequest` to the arrays a backend runs, in two halves.
+
+Station: `parse_step` is called by `step_runner` when a request is read, while the step before it still computes;
+`fill_batch` when the step is taken up, since only then the tokens of the step before are known. Checks every sentence
+of the contract that the arrays alone can break; epoch and order are `step_runner`'s. Knows no request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from kvplane.executor.v1 import executor_service_pb2 as pb
+
+from executor_service.array_checks import frozen, int32_column, require_indptr, require_length, require_range
+from executor_service.backends.base import GroupTables, Int32, PenaltyHistory, SamplingBatch, StepBatch
+from executor_service.block_tags import MAX_TAG_BYTES
+from executor_service.errors import InvalidFieldError
+from executor_service.sampling_input import SamplingParser
+
+__all__ = ["ParsedStep", "StepLimits", "fill_batch", "parse_step"]
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What a step is checked against; one object for the life of an epoch.
+
+    Units:
+        max_model_len, max_num_batched_tokens: tokens; max_num_seqs: rows; num_blocks includes the null block.
+    """
+
+    kv_epoch: int
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    max_model_len: int
+    num_groups: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    sampling: SamplingParser
+
+
+@dataclass(frozen=True)
+class ParsedStep:
+    """A checked step that still lacks the tokens fed from the step before.
+
+    Shape:
+        as in `StepBatch`; fed_rows, feed_index: (F,), the rows that are fed and from which sampled token;
+        written_blocks: (groups * T,), repeats allowed.
+
+    Invariants:
+        token_ids is private and writable when rows are fed, with 0 at their places; all else is read-only.
+    """
+
+    query_indptr: Int32
+    token_ids: Int32
+    positions: Int32
+    seq_lens: Int32
+    tables: Sequence[GroupTables]
+    slot_mappings: Sequence[npt.NDArray[np.int64]]
+    written_blocks: npt.NDArray[np.int64]
+    fed_rows: npt.NDArray[np.int64]
+    feed_index: Int32
+    sampling: SamplingBatch | None
+    tag_block_ids: Sequence[int]
+    tags: Sequence[bytes]
+
+
+def parse_step(request: pb.ExecuteRequest, limits: StepLimits) -> ParsedStep:
+    """Check a step's arrays and lay them out for the backend.
+
+    Raises:
+        InvalidFieldError: names the first field found to break the contract.
+    """
+    query_indptr, token_ids = _rows(request, limits)
+    num_rows = len(query_indptr) - 1
+    fed_rows, feed_index = _feeds(request, num_rows)
+    if len(fed_rows):
+        token_ids = token_ids.copy()
+        token_ids[query_indptr[fed_rows + 1] - 1] = 0
+    require_range(token_ids, 0, limits.vocab_size, "token_ids")
+    positions = _positions(request, query_indptr, limits)
+    seq_lens = frozen(positions[query_indptr[1:] - 1] + np.int32(1))
+    tables = _tables(request, seq_lens, limits)
+    row_of_token = np.repeat(np.arange(num_rows), np.diff(query_indptr))
+    slots = [_slots(index, table, positions, row_of_token, limits) for index, table in enumerate(tables)]
+    tag_block_ids, tags = _tags(request, limits)
+    return ParsedStep(
+        query_indptr=query_indptr,
+        token_ids=token_ids,
+        positions=positions,
+        seq_lens=seq_lens,
+        tables=tables,
+        slot_mappings=slots,
+        written_blocks=frozen(np.concatenate(slots) // limits.block_size),
+        fed_rows=fed_rows,
+        feed_index=feed_index,
+        sampling=limits.sampling.parse(request.sampling, seq_lens) if request.HasField("sampling") else None,
+        tag_block_ids=tag_block_ids,
+        tags=tags,
+    )
+
+
+def fill_batch(step_id: int, step: ParsedStep, sampled_before: Int32) -> tuple[StepBatch, list[int]]:
+    """Put the tokens of the step before into their places.
+
+    Args:
+        step_id: the step's.
+        step: what `parse_step` returned; its token_ids are filled in place.
+        sampled_before: (S',) tokens sampled by the step before, -1 where a row failed.
+
+    Returns:
+        The batch, and the rows fed by a row that failed: they run with token 0 and their result means nothing.
+
+    Raises:
+        InvalidFieldError: feeds_from names a token the step before did not sample.
+    """
+    sampling, failed = step.sampling, []
+    if len(step.fed_rows):
+        _require_sampled(step, len(sampled_before))
+        tokens = sampled_before[step.feed_index]
+        failed = step.fed_rows[tokens < 0].tolist()
+        tokens = np.maximum(tokens, 0)
+        step.token_ids[step.query_indptr[step.fed_rows + 1] - 1] = tokens
+        if sampling is not None and sampling.histories:
+            fed = dict(zip(step.fed_rows.tolist(), tokens.tolist(), strict=True))
+            sampling = dataclasses.replace(sampling, histories=_extended(sampling, fed))
+    batch = StepBatch(
+        step_id=step_id,
+        query_indptr=step.query_indptr,
+        token_ids=frozen(step.token_ids),
+        positions=step.positions,
+        seq_lens=step.seq_lens,
+        tables=step.tables,
+        slot_mappings=step.slot_mappings,
+        sampling=sampling,
+    )
+    return batch, failed
+
+
+def _rows(request: pb.ExecuteRequest, limits: StepLimits) -> tuple[Int32, Int32]:
+    """Check query_indptr and the number of tokens."""
+    query_indptr = int32_column(request.query_indptr, "query_indptr")
+    token_ids = int32_column(request.token_ids, "token_ids")
+    num_rows = len(query_indptr) - 1
+    if not 0 <= num_rows <= limits.max_num_seqs:
+        expected = f"1 to {limits.max_num_seqs + 1} values (max_num_seqs as profiled, plus 1)"
+        raise InvalidFieldError("query_indptr", expected, f"{num_rows + 1} values")
+    if len(token_ids) > limits.max_num_batched_tokens:
+        expected = f"at most {limits.max_num_batched_tokens} values (max_num_batched_tokens as profiled)"
+        raise InvalidFieldError("token_ids", expected, f"{len(token_ids)} values")
+    require_indptr(query_indptr, num_rows + 1, len(token_ids), "query_indptr", strictly=True)
+    return query_indptr, token_ids
+
+
+def _feeds(request: pb.ExecuteRequest, num_rows: int) -> tuple[npt.NDArray[np.int64], Int32]:
+    """Return the rows that are fed, and from which index; its upper bound is known only later."""
+    feeds_from = int32_column(request.feeds_from, "feeds_from")
+    if len(feeds_from):
+        require_length(feeds_from, num_rows, "feeds_from")
+        require_range(feeds_from, -1, 2**31, "feeds_from")
+    fed_rows = np.flatnonzero(feeds_from >= 0)
+    return fed_rows, feeds_from[fed_rows]
+
+
+def _positions(request: pb.ExecuteRequest, query_indptr: Int32, limits: StepLimits) -> Int32:
+    """Check that positions are in the model's range and consecutive within each row."""
+    positions = int32_column(request.positions, "positions")
+    require_length(positions, int(query_indptr[-1]), "positions")
+    require_range(positions, 0, limits.max_model_len, "positions")
+    if len(positions) > len(query_indptr) - 1:
+        follows = positions[1:] == positions[:-1] + 1
+        follows[query_indptr[1:-1] - 1] = True
+        if not follows.all():
+            place = int(np.argmin(follows)) + 1
+            expected = f"{int(positions[place - 1]) + 1}, consecutive within a row"
+            raise InvalidFieldError(f"positions[{place}]", expected, int(positions[place]))
+    return positions
+
+
+def _tables(request: pb.ExecuteRequest, seq_lens: Int32, limits: StepLimits) -> list[GroupTables]:
+    """Check one table per KV group and row, of exactly the blocks that hold the row's sequence."""
+    if len(request.block_tables) != limits.num_groups:
+        expected = f"{limits.num_groups} entries, one for each KV group"
+        raise InvalidFieldError("block_tables", expected, f"{len(request.block_tables)} entries")
+    blocks_needed = (seq_lens - 1) // np.int32(limits.block_size) + 1
+    return [
+        _table(message, f"block_tables[{index}]", seq_lens, blocks_needed, limits)
+        for index, message in enumerate(request.block_tables)
+    ]
+
+
+def _table(
+    message: pb.BlockTables, field: str, seq_lens: Int32, blocks_needed: Int32, limits: StepLimits
+) -> GroupTables:
+    """Check the tables of one group."""
+    block_ids = int32_column(message.block_ids, f"{field}.block_ids")
+    indptr = int32_column(message.block_indptr, f"{field}.block_indptr")
+    require_indptr(indptr, len(seq_lens) + 1, len(block_ids), f"{field}.block_indptr", strictly=False)
+    lengths = indptr[1:] - indptr[:-1]
+    if (lengths != blocks_needed).any():
+        row = int(np.argmax(lengths != blocks_needed))
+        expected = (
+            f"{int(blocks_needed[row])} blocks for row {row} (sequence of {int(seq_lens[row])} tokens, "
+            f"block_size {limits.block_size})"
+        )
+        raise InvalidFieldError(f"{field}.block_indptr", expected, f"{int(lengths[row])} blocks")
+    require_range(block_ids, 1, limits.num_blocks, f"{field}.block_ids")
+    last_block_len = int32_column(message.last_block_len, f"{field}.last_block_len")
+    require_length(last_block_len, len(seq_lens), f"{field}.last_block_len")
+    lens_needed = (seq_lens - 1) % np.int32(limits.block_size) + 1
+    if (last_block_len != lens_needed).any():
+        row = int(np.argmax(last_block_len != lens_needed))
+        expected = f"{int(lens_needed[row])} (sequence of {int(seq_lens[row])} tokens)"
+        raise InvalidFieldError(f"{field}.last_block_len[{row}]", expected, int(last_block_len[row]))
+    return GroupTables(indptr, block_ids, last_block_len)
+
+
+def _slots(
+    group: int, table: GroupTables, positions: Int32, row_of_token: npt.NDArray[np.int64], limits: StepLimits
+) -> npt.NDArray[np.int64]:
+    """Return the slot of each token; two tokens never write the same one."""
+    places = table.block_indptr[row_of_token] + positions // np.int32(limits.block_size)
+    slots = table.block_ids[places].astype(np.int64) * limits.block_size + positions % np.int32(limits.block_size)
+    ordered = np.sort(slots)
+    twice = ordered[1:] == ordered[:-1]
+    if twice.any():
+        block, offset = divmod(int(ordered[np.argmax(twice)]), limits.block_size)
+        raise InvalidFieldError(
+            f"block_tables[{group}].block_ids",
+            "every slot written by one token of the step",
+            f"two tokens for offset {offset} of block {block}",
+        )
+    return frozen(slots)
+
+
+def _tags(request: pb.ExecuteRequest, limits: StepLimits) -> tuple[list[int], list[bytes]]:
+    """Check the tags to store."""
+    if not request.HasField("block_tags"):
+        return [], []
+    block_ids = int32_column(request.block_tags.block_ids, "block_tags.block_ids")
+    tags = list(request.block_tags.tags)
+    require_length(block_ids, len(tags), "block_tags.block_ids")
+    require_range(block_ids, 1, limits.num_blocks, "block_tags.block_ids")
+    for index, tag in enumerate(tags):
+        if len(tag) > MAX_TAG_BYTES:
+            raise InvalidFieldError(f"block_tags.tags[{index}]", f"at most {MAX_TAG_BYTES} bytes", f"{len(tag)} bytes")
+    return block_ids.tolist(), tags
+
+
+def _require_sampled(step: ParsedStep, num_sampled: int) -> None:
+    """Check that feeds_from names tokens that the step before sampled."""
+    beyond = step.feed_index >= num_sampled
+    if beyond.any():
+        place = int(np.argmax(beyond))
+        expected = f"-1 or an index into the {num_sampled} tokens of the step before"
+        raise InvalidFieldError(f"feeds_from[{int(step.fed_rows[place])}]", expected, int(step.feed_index[place]))
+
+
+def _extended(sampling: SamplingBatch, fed: dict[int, int]) -> dict[int, PenaltyHistory]:
+    """Append to each history the token its row was fed."""
+    return {
+        sample: PenaltyHistory(frozen(np.append(history.token_ids, np.int32(fed[row]))), history.prompt_len)
+        if (row := int(sampling.rows[sample])) in fed
+        else history
+        for sample, history in sampling.histories.items()
+    }

@@ -1,0 +1,72 @@
+"""Logging of the executor process: structlog events on stderr, for people or as JSON lines.
+
+Station: called once by `__main__`. Library loggers (gRPC, transformers) pass the same formatter, so that a log
+collector sees one format. Events never carry prompts or token ids.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Literal
+
+import structlog
+from structlog.typing import Processor
+
+__all__ = ["LogFormat", "configure_logging"]
+
+LogFormat = Literal["console", "json"]
+
+
+def configure_logging(level: str, log_format: LogFormat, **bound: str) -> None:
+    """Send structlog's and the standard library's records to stderr in one format.
+
+    Args:
+        level: name of the lowest level shown, such as "INFO".
+        log_format: "console" for people, "json" for one JSON object a line.
+        bound: values that every structlog event carries, such as executor_id.
+    """
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            _adder(bound),
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_renderers(log_format)],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+
+
+def _adder(bound: dict[str, str]) -> Processor:
+    """Return a processor that adds fixed values. Context variables do not reach the compute thread; this does."""
+
+    def add(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        for name, value in bound.items():
+            event.setdefault(name, value)
+        return event
+
+    return add
+
+
+def _renderers(log_format: LogFormat) -> list[Processor]:
+    """Return the last processors: a line for people, or a JSON object."""
+    if log_format == "json":
+        return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    return [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]

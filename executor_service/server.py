@@ -1,0 +1,154 @@
+"""Puts an executor together and runs it: the gRPC server, its health, the compute thread, the registration.
+
+Station: called by `__main__`, and by tests that want an executor in their own process (`running_executor`).
+
+Life: `start` binds and answers health with NOT_SERVING; `load` loads the model, turns health to SERVING and registers;
+`stop` turns health to NOT_SERVING, lets the running step finish, ends the streams and closes the backend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from kvplane.executor.v1 import executor_service_pb2 as pb
+from kvplane.executor.v1 import executor_service_pb2_grpc as pb_grpc
+
+from executor_service.backends.base import Backend
+from executor_service.backends.registry import create_backend
+from executor_service.compute_thread import ComputeThread
+from executor_service.config import ExecutorConfig
+from executor_service.kv_session import KvSession
+from executor_service.registration import Registration
+from executor_service.servicer import ExecutorServicer
+from executor_service.step_runner import StepRunner
+
+__all__ = ["MAX_MESSAGE_BYTES", "SERVICE_NAME", "BindError", "ExecutorServer", "running_executor"]
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
+MAX_MESSAGE_BYTES = 256 << 20
+
+_WILDCARD_HOSTS = {"0.0.0.0", "::", "[::]"}  # noqa: S104 - compared with, not bound to
+_STOP_GRACE_S = 30.0
+_RPC_GRACE_S = 2.0
+
+_log = structlog.get_logger(__name__)
+
+
+class BindError(Exception):
+    """The address cannot be listened on."""
+
+
+class ExecutorServer:
+    """One executor. Must be created in a running event loop.
+
+    Args:
+        config: the configuration.
+        backend: what computes; from the configuration when None.
+
+    Raises:
+        BackendError: the configured backend cannot be built.
+    """
+
+    def __init__(self, config: ExecutorConfig, backend: Backend | None = None) -> None:
+        self._config = config
+        self.session = KvSession(backend or create_backend(config))
+        self._thread = ComputeThread()
+        self._runner = StepRunner(self.session, self._thread)
+        self._health = health.aio.HealthServicer()
+        self._registration: asyncio.Task[None] | None = None
+        self._server = grpc.aio.server(
+            options=(
+                # Two executors on one port would share its connections, and each see some of the steps.
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            )
+        )
+        self.address = ""
+
+    async def start(self) -> None:
+        """Listen, and answer health with NOT_SERVING.
+
+        Raises:
+            BindError: the address is taken or not ours.
+        """
+        await self._set_serving(False)
+        servicer = ExecutorServicer(
+            self.session, self._thread, self._runner, self._config.executor_id, self._config.backend
+        )
+        pb_grpc.add_ExecutorServiceServicer_to_server(servicer, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        wanted = f"{self._config.host}:{self._config.port}"
+        try:
+            port = self._server.add_insecure_port(wanted)
+        except RuntimeError as error:
+            message = f"expected a free address to listen on, got {wanted}: {error}; choose another --host or --port"
+            raise BindError(message) from error
+        self.address = f"{self._config.host}:{port}"
+        await self._server.start()
+        _log.info("executor_listening", address=self.address)
+
+    async def load(self) -> None:
+        """Load the model, say SERVING, and register with the manager. Raises what the backend raises."""
+        await self._thread.call(self.session.load)
+        await self._set_serving(True)
+        if self._config.manager:
+            registration = Registration(self._config.manager, self._config.executor_id, self._advertised())
+            self._registration = asyncio.create_task(registration.run())
+        _log.info("executor_ready", address=self.address, backend=self._config.backend)
+
+    async def stop(self) -> None:
+        """Finish the running step, end all calls, give back what the backend holds."""
+        _log.info("executor_stopping")
+        await self._health.enter_graceful_shutdown()
+        if self._registration is not None:
+            self._registration.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._registration
+        self._runner.stop()
+        closed = asyncio.ensure_future(self._thread.call(self.session.close))
+        done, _ = await asyncio.wait([closed], timeout=_STOP_GRACE_S)
+        await self._server.stop(_RPC_GRACE_S)
+        if done and await self._thread.stop(_STOP_GRACE_S):
+            closed.result()
+        else:
+            closed.cancel()
+            _log.warning("compute_abandoned", why=f"the backend's call took longer than {_STOP_GRACE_S} s")
+        _log.info("executor_stopped")
+
+    def _advertised(self) -> str:
+        """Return the address that the manager is told."""
+        if self._config.advertise_address:
+            return self._config.advertise_address
+        host, _, port = self.address.rpartition(":")
+        return f"{socket.gethostname() if host in _WILDCARD_HOSTS else host}:{port}"
+
+    async def _set_serving(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", SERVICE_NAME):
+            await self._health.set(service, status)
+
+
+@asynccontextmanager
+async def running_executor(config: ExecutorConfig, backend: Backend | None = None) -> AsyncIterator[ExecutorServer]:
+    """Run an executor in this process: loaded on entry, stopped on exit; `address` is where it listens.
+
+    Args:
+        config: as for `ExecutorServer`; port 0 is the choice for tests.
+        backend: as for `ExecutorServer`.
+    """
+    server = ExecutorServer(config, backend)
+    try:
+        await server.start()
+        await server.load()
+        yield server
+    finally:
+        await server.stop()

@@ -1,0 +1,153 @@
+"""The gRPC methods of `ExecutorService`: check, call, map the error.
+
+Station: called by grpc.aio; calls `kv_session` through the compute thread, and `step_runner` for steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+from kvplane.common.v1 import common_pb2
+from kvplane.executor.v1 import executor_service_pb2 as pb
+from kvplane.executor.v1 import executor_service_pb2_grpc as pb_grpc
+
+from executor_service.backends.base import KvGroupSpec, ModelInfo
+from executor_service.block_tags import portions
+from executor_service.compute_thread import ComputeThread
+from executor_service.errors import ExecutorError, abort_with, as_executor_error
+from executor_service.kv_session import KvSession, KvState
+from executor_service.step_runner import StepRunner
+
+__all__ = ["ExecutorServicer"]
+
+_T = TypeVar("_T")
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ExecutorServicer(pb_grpc.ExecutorServiceServicer):
+    """Answers a manager.
+
+    Args:
+        session: the executor's state.
+        thread: where everything that touches it runs.
+        runner: runs steps.
+        executor_id: unique to this run.
+        backend_name: the registered name.
+    """
+
+    def __init__(
+        self, session: KvSession, thread: ComputeThread, runner: StepRunner, executor_id: str, backend_name: str
+    ) -> None:
+        self._session = session
+        self._thread = thread
+        self._runner = runner
+        self._executor_id = executor_id
+        self._backend_name = backend_name
+
+    async def GetModelInfo(  # noqa: N802, D102 - named and described by the proto
+        self, request: pb.GetModelInfoRequest, context: _Context
+    ) -> pb.GetModelInfoResponse:
+        # Not through the compute thread: a manager that reconnects need not wait for a long step.
+        try:
+            info, cache = self._session.model_info, self._session.cache
+        except ExecutorError as error:
+            await abort_with(context, error)
+        response = _model_info(info, self._executor_id, self._backend_name)
+        if cache is not None:
+            response.kv_cache.CopyFrom(_kv_cache(cache))
+        if request.include_tokenizer_files:
+            for name, content in info.tokenizer_files.items():
+                response.tokenizer_files.add(name=name, content=content)
+        return response
+
+    async def ProfileMemory(  # noqa: N802, D102
+        self, request: pb.ProfileMemoryRequest, context: _Context
+    ) -> pb.ProfileMemoryResponse:
+        profile = await self._call(context, self._session.profile, request.max_num_batched_tokens, request.max_num_seqs)
+        return pb.ProfileMemoryResponse(
+            total_bytes=profile.total_bytes,
+            utilization=profile.utilization,
+            weights_bytes=profile.weights_bytes,
+            peak_bytes=profile.peak_bytes,
+            available_bytes=profile.available_bytes,
+            bytes_per_block=profile.bytes_per_block,
+            num_blocks=profile.num_blocks,
+            overridden=profile.overridden,
+        )
+
+    async def InitializeKvCache(  # noqa: N802, D102
+        self, request: pb.InitializeKvCacheRequest, context: _Context
+    ) -> pb.InitializeKvCacheResponse:
+        cache = await self._call(context, self._session.initialize, request.num_blocks)
+        return pb.InitializeKvCacheResponse(kv_cache=_kv_cache(cache))
+
+    # The stub type knows the generator form only; this one writes, so that the runner decides when.
+    async def Execute(  # type: ignore[override]  # noqa: N802, D102
+        self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: _Context
+    ) -> None:
+        try:
+            _ = self._session.model_info
+            await self._runner.open_stream().pump(request_iterator, context.write)
+        except ExecutorError as error:
+            await abort_with(context, error)
+
+    async def ListBlockTags(  # noqa: N802, D102
+        self, request: pb.ListBlockTagsRequest, context: _Context
+    ) -> AsyncIterator[pb.ListBlockTagsResponse]:
+        tags = await self._call(context, self._session.list_tags, request.kv_epoch)
+        for block_ids, values in portions(tags):
+            # A reset between two portions makes the rest of the copy a list of what is gone.
+            await self._call(context, self._session.require_cache, request.kv_epoch)
+            column = common_pb2.Int32Array(data=np.array(block_ids, dtype="<i4").tobytes())
+            yield pb.ListBlockTagsResponse(block_tags=pb.BlockTags(block_ids=column, tags=values))
+
+    async def Reset(  # noqa: N802, D102
+        self, request: pb.ResetRequest, context: _Context
+    ) -> pb.ResetResponse:
+        cache = await self._call(context, self._session.reset, request.kv_epoch)
+        return pb.ResetResponse(kv_cache=_kv_cache(cache))
+
+    async def _call(self, context: _Context, function: Callable[..., _T], *args: object) -> _T:
+        """Call the session in the compute thread, once the model is loaded; end the call with whatever it raises."""
+        try:
+            _ = self._session.model_info
+            return await self._thread.call(function, *args)
+        except Exception as error:  # noqa: BLE001 - mapped to a status; a mistake of ours is logged there
+            await abort_with(context, as_executor_error(error))
+
+
+def _model_info(info: ModelInfo, executor_id: str, backend_name: str) -> pb.GetModelInfoResponse:
+    """Say what is served, without the cache and the tokenizer."""
+    return pb.GetModelInfoResponse(
+        executor_id=executor_id,
+        model_name=info.model_name,
+        model_fingerprint=info.model_fingerprint,
+        backend=backend_name,
+        device=info.device,
+        dtype=info.dtype,
+        kv_cache_dtype=info.kv_cache_dtype,
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        eos_token_ids=info.eos_token_ids,
+        block_size=info.block_size,
+        kv_groups=[_kv_group(group) for group in info.kv_groups],
+        max_logprobs=info.max_logprobs,
+    )
+
+
+def _kv_group(group: KvGroupSpec) -> pb.KvGroup:
+    return pb.KvGroup(
+        type=pb.KV_GROUP_TYPE_FULL_ATTENTION,
+        num_layers=group.num_layers,
+        num_kv_heads=group.num_kv_heads,
+        head_dim=group.head_dim,
+        bytes_per_block=group.bytes_per_block,
+    )
+
+
+def _kv_cache(cache: KvState) -> pb.KvCacheState:
+    limits = cache.limits
+    return pb.KvCacheState(kv_epoch=limits.kv_epoch, num_blocks=limits.num_blocks, block_size=limits.block_size)

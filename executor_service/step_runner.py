@@ -1,0 +1,235 @@
+"""Runs the steps of the one current `Execute` stream.
+
+Station: `servicer` opens a `StepStream` for each call and pumps it; steps pass through `compute_thread` to
+`kv_session`. Knows order, epochs and streams; knows nothing of arrays.
+
+Life of a step:
+    1. The stream's reader task takes it off the wire when one of `MAX_QUEUED_STEPS` places is free (else it does not
+       read, and gRPC's flow control holds the sender back) and checks its arrays, while the step before computes.
+    2. It lies in the compute thread's queue.
+    3. The compute thread takes it up: dropped if its stream was closed or taken over, then epoch, order and feeds are
+       checked, then it runs, and its response is built.
+    4. One wake-up hands the response to the event loop, which sends it; the place is free again.
+
+Invariants:
+    A step runs only if every step before it on its stream has succeeded. No step of a stream runs once a later stream's
+    first was taken up. Compute never runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+from kvplane.executor.v1 import executor_service_pb2 as pb
+
+from executor_service.backends.base import Int32
+from executor_service.compute_thread import ComputeThread
+from executor_service.errors import (
+    ExecutorError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidFieldError,
+    NotServingError,
+    StaleError,
+    as_executor_error,
+)
+from executor_service.input_batch import ParsedStep, parse_step
+from executor_service.kv_session import KvSession
+from executor_service.step_response import build_response
+
+__all__ = ["MAX_QUEUED_STEPS", "StepRunner", "StepStream"]
+
+MAX_QUEUED_STEPS = 4
+
+_log = structlog.get_logger(__name__)
+_NO_TOKENS: Int32 = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class _QueuedStep:
+    """A step read off the wire. Either `parsed`, or `error`, or neither when its epoch was not current then."""
+
+    request: pb.ExecuteRequest
+    parsed: ParsedStep | None
+    error: ExecutorError | None
+    read_ns: int
+
+
+class StepStream:
+    """One `Execute` call.
+
+    Args:
+        submit: queues a step, or None for the end of the stream, for the compute thread.
+
+    Ownership:
+        last_step_id and last_sampled belong to the compute thread. `closed` is set by either thread and never cleared.
+    """
+
+    def __init__(self, submit: Callable[[StepStream, pb.ExecuteRequest | None], None]) -> None:
+        self._submit = submit
+        self._places = asyncio.Semaphore(MAX_QUEUED_STEPS)
+        self._outbox: asyncio.Queue[pb.ExecuteResponse | ExecutorError | None] = asyncio.Queue()
+        self.closed = False
+        self.last_step_id = 0
+        self.last_sampled = _NO_TOKENS
+
+    def deliver(self, outcome: pb.ExecuteResponse | ExecutorError | None) -> None:
+        """Hand over a response, the error that ends the stream, or None for its good end. Event loop only."""
+        self._outbox.put_nowait(outcome)
+
+    async def pump(
+        self, requests: AsyncIterator[pb.ExecuteRequest], write: Callable[[pb.ExecuteResponse], Awaitable[None]]
+    ) -> None:
+        """Read steps and write responses until the client has closed its side and all its steps are answered.
+
+        Raises:
+            ExecutorError: the stream ends with this status.
+        """
+        reader = asyncio.create_task(self._read(requests))
+        try:
+            while (outcome := await self._outbox.get()) is not None:
+                if isinstance(outcome, ExecutorError):
+                    raise outcome
+                await write(outcome)
+                self._places.release()
+        finally:
+            # Whatever ended the stream, the client's cancellation too: what is queued must not run.
+            self.closed = True
+            reader.cancel()
+            await asyncio.wait([reader])
+
+    async def _read(self, requests: AsyncIterator[pb.ExecuteRequest]) -> None:
+        try:
+            await self._places.acquire()
+            async for request in requests:
+                self._submit(self, request)
+                await self._places.acquire()
+            self._submit(self, None)
+        except Exception as error:  # noqa: BLE001 - told to the client by pump
+            self.deliver(as_executor_error(error))
+
+
+class StepRunner:
+    """Gives the compute thread to one stream at a time.
+
+    Args:
+        session: what runs a step.
+        thread: where it runs.
+    """
+
+    def __init__(self, session: KvSession, thread: ComputeThread) -> None:
+        self._session = session
+        self._thread = thread
+        self._current: StepStream | None = None
+        self._stopping = False
+
+    def open_stream(self) -> StepStream:
+        """Start a stream; the one before ends with ABORTED.
+
+        Raises:
+            NotServingError: the executor is stopping.
+        """
+        if self._stopping:
+            raise _stopping()
+        old, self._current = self._current, StepStream(self._submit)
+        if old is not None:
+            self._end(old, StaleError("STREAM_SUPERSEDED", "another Execute stream has taken over"))
+        return self._current
+
+    def stop(self) -> None:
+        """End the current stream once the running step is answered; what is queued does not run."""
+        self._stopping = True
+        if self._current is not None:
+            self._end(self._current, _stopping())
+
+    def _end(self, stream: StepStream, error: ExecutorError) -> None:
+        """Close a stream, and tell it so behind the response of the step that may be running."""
+        stream.closed = True
+        self._thread.submit(functools.partial(self._thread.post, stream.deliver, error))
+
+    def _submit(self, stream: StepStream, request: pb.ExecuteRequest | None) -> None:
+        """Queue a step, its arrays checked; None marks the end of the stream."""
+        if request is None:
+            self._thread.submit(functools.partial(self._thread.post, stream.deliver, None))
+            return
+        step = self._parsed(request, time.perf_counter_ns())
+        self._thread.submit(functools.partial(self._take_up, stream, step))
+
+    def _parsed(self, request: pb.ExecuteRequest, read_ns: int) -> _QueuedStep:
+        """Check a step's arrays if it speaks of the current content; an error waits for the step's turn."""
+        cache = self._session.cache
+        if cache is None or cache.limits.kv_epoch != request.kv_epoch:
+            return _QueuedStep(request, None, None, read_ns)
+        try:
+            return _QueuedStep(request, parse_step(request, cache.limits), None, read_ns)
+        except Exception as error:  # noqa: BLE001 - raised when the step is taken up
+            return _QueuedStep(request, None, as_executor_error(error), read_ns)
+
+    def _take_up(self, stream: StepStream, step: _QueuedStep) -> None:
+        """Run a step in the compute thread, unless its stream is over."""
+        if stream.closed or stream is not self._current:
+            return
+        outcome: pb.ExecuteResponse | ExecutorError
+        try:
+            outcome = self._run(stream, step)
+        except Exception as error:  # noqa: BLE001 - ends the stream with a status
+            stream.closed = True
+            outcome = as_executor_error(error)
+            outcome.metadata["step_id"] = str(step.request.step_id)
+            if isinstance(outcome, InternalError):
+                _log.error("step_failed", step_id=step.request.step_id, reason=outcome.reason, error=str(outcome))
+        self._thread.post(stream.deliver, outcome)
+
+    def _run(self, stream: StepStream, step: _QueuedStep) -> pb.ExecuteResponse:
+        taken_ns = time.perf_counter_ns()
+        request = step.request
+        limits = self._session.require_cache(request.kv_epoch).limits
+        _check_order(stream, request)
+        if step.error is not None:
+            raise step.error
+        parsed = step.parsed or parse_step(request, limits)
+        _check_feeds(stream, request, parsed)
+        outcome = self._session.run(request.step_id, parsed, stream.last_sampled)
+        stream.last_step_id, stream.last_sampled = request.step_id, outcome.sampled_token_ids
+        return build_response(
+            request.step_id,
+            limits.kv_epoch,
+            outcome,
+            compute_us=(time.perf_counter_ns() - taken_ns) // 1000,
+            queue_us=(taken_ns - step.read_ns) // 1000,
+        )
+
+
+def _check_order(stream: StepStream, request: pb.ExecuteRequest) -> None:
+    """Check that step ids grow."""
+    if request.step_id < 1:
+        raise InvalidFieldError("step_id", "at least 1", request.step_id)
+    if request.step_id <= stream.last_step_id:
+        raise StaleError(
+            "STALE_STEP",
+            f"step_id: expected more than {stream.last_step_id}, the step before on this stream, got {request.step_id}",
+            expected=f"more than {stream.last_step_id}",
+            got=request.step_id,
+        )
+
+
+def _check_feeds(stream: StepStream, request: pb.ExecuteRequest, parsed: ParsedStep) -> None:
+    """Check that the step whose tokens are fed is the one whose tokens are kept."""
+    named = request.feeds_from_step_id
+    if (named or len(parsed.fed_rows)) and (named != stream.last_step_id or not named):
+        raise FailedPreconditionError(
+            "FEED_NOT_KEPT",
+            f"feeds_from_step_id: expected {stream.last_step_id}, the step before on this stream, got {named}",
+            expected=stream.last_step_id,
+            got=named,
+        )
+
+
+def _stopping() -> NotServingError:
+    return NotServingError("EXECUTOR_STOPPING", "the executor is stopping; use another, or wait for its restart")
