@@ -1,0 +1,135 @@
+"""Admission: a `GenerateRequest` becomes a request of the engine with a stream for its output.
+
+Station: called by the inference servicer for `Generate` and `GenerateMany`; calls `convert`, the text model and the
+engine. Holds no state but where ids, seeds and time come from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from array import array
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvplane.kvmanager.v1 import inference_service_pb2 as pb
+
+from kvmanager_service.convert import check_request, to_new_request, token_array
+from kvmanager_service.core.errors import InvalidRequestError
+from kvmanager_service.core.request import NewRequest
+from kvmanager_service.engine_api import Engine, ModelView, OutputSink
+from kvmanager_service.errors import PreconditionError
+from kvmanager_service.output_stream import RequestStream
+from kvmanager_service.text.output_text import OutputText
+from kvmanager_service.text.stop_strings import StopStrings
+from kvmanager_service.text.tokenizer import INLINE_CHARS
+from kvmanager_service.text_model import TextModel
+
+__all__ = ["Admission"]
+
+_Sink = TypeVar("_Sink", bound=OutputSink)
+
+INLINE_RESUMED = 2_000
+"""Resumed tokens that are detokenised on the loop (under 5 ms); more go to a thread."""
+
+
+class Admission:
+    """Checks, tokenises and submits requests."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(64),
+        make_id: Callable[[], str] = lambda: secrets.token_hex(12),
+    ) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._draw_seed = draw_seed
+        self._make_id = make_id
+
+    @staticmethod
+    def takes_long(request: pb.GenerateRequest) -> bool:
+        """Whether admitting a request leaves the loop for a thread, so that others should not wait for it."""
+        size = len(request.text) + sum(len(message.content) for message in request.chat.messages)
+        return size > INLINE_CHARS // 2 or len(request.resume_token_ids.ids) > INLINE_RESUMED
+
+    async def admit(self, request: pb.GenerateRequest, make_sink: Callable[[RequestStream], _Sink]) -> _Sink:
+        """Submit a request.
+
+        Args:
+            request: as received.
+            make_sink: called with the request's stream right before it is submitted; makes the sink for its output.
+
+        Returns:
+            The sink that was made.
+
+        Raises:
+            CoreError: the request was not accepted; nothing of it is left.
+        """
+        arrival_time = self._clock()
+        model = self._engine.model()
+        sampling = check_request(request, model)
+        prompt = await _encode(request, model)
+        new = to_new_request(
+            request,
+            prompt,
+            sampling,
+            model,
+            request_id=request.request_id or self._make_id(),
+            seed=self._draw_seed(),
+            arrival_time=arrival_time,
+        )
+        text = None if model.text is None else await _output_text(request, new, model.text)
+        stream = RequestStream(new.request_id, len(prompt), text, num_resumed=len(request.resume_token_ids.ids))
+        sink = make_sink(stream)
+        self._engine.submit(new, sink)
+        return sink
+
+
+async def _encode(request: pb.GenerateRequest, model: ModelView) -> array[int]:
+    """Return the prompt's tokens."""
+    if request.HasField("token_ids"):
+        return token_array(request.token_ids.ids)
+    if model.text is None:
+        raise PreconditionError(
+            "NO_TOKENIZER",
+            "prompt: expected token_ids, since the served model has no tokenizer, got text; tokenise it yourself",
+            field="prompt",
+        )
+    if request.HasField("text"):
+        return await model.text.encode_text(request.text, model.max_model_len)
+    messages = [{"role": message.role, "content": message.content} for message in request.chat.messages]
+    return await model.text.encode_chat(messages, model.max_model_len)
+
+
+async def _output_text(request: pb.GenerateRequest, new: NewRequest, model: TextModel) -> OutputText:
+    """Make the output's text, brought to where the earlier stream broke off."""
+    rules = request.stopping
+    stop = StopStrings(rules.stop, include=rules.include_stop) if rules.stop else None
+    text = OutputText(model.tokenizer.detokenizer(), stop, new.stop.min_tokens)
+    resumed = request.resume_token_ids.ids
+    if len(resumed) <= INLINE_RESUMED:
+        _replay(text, list(resumed))
+    else:
+        await asyncio.to_thread(_replay, text, list(resumed))
+    return text
+
+
+def _replay(text: OutputText, resumed: list[int]) -> None:
+    """Push tokens whose text the client has already.
+
+    Raises:
+        InvalidRequestError: they hold a stop string.
+    """
+    for token_id in resumed:
+        text.push(token_id)
+        if text.match is not None:
+            raise InvalidRequestError(
+                "INVALID_PARAMETER",
+                "resume_token_ids: expected tokens of an unfinished output, got a stop string in their text; the"
+                " earlier stream was complete",
+                field="resume_token_ids",
+            )

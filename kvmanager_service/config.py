@@ -1,0 +1,160 @@
+"""The manager's settings: one frozen object from which flags, environment variables, defaults and help come.
+
+Station: made once by `__main__`, read by everybody, changed by nobody. Precedence: flag, environment, default.
+The environment twin of `--max-num-seqs` is `KVPLANE_MANAGER_MAX_NUM_SEQS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn, Self
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+__all__ = ["ENV_PREFIX", "ConfigError", "ManagerConfig", "load_config"]
+
+ENV_PREFIX = "KVPLANE_MANAGER_"
+
+_DESCRIPTION = """\
+KVPlane's KV manager: admits requests, owns the block pool, schedules steps and sends them to the executors that
+register with it. It serves gRPC (see proto/kvplane/kvmanager/v1); it needs no GPU and no torch."""
+
+_EPILOG = """\
+Start a manager, then an executor that registers with it, then ask:
+  python -m kvmanager_service --port 50051
+  python -m executor_service --manager 127.0.0.1:50051
+  kvplane generate "Once upon a time"
+Every flag has an environment twin, named in brackets; a flag wins over its twin. SIGTERM or SIGINT drains: new
+requests get UNAVAILABLE, running ones may finish within --drain-timeout-s; a second signal stops at once."""
+
+
+class ConfigError(Exception):
+    """A setting is wrong; the message says expected, got and what to do."""
+
+
+class ManagerConfig(BaseSettings):
+    """Settings of one manager process."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
+
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 for every interface.")
+    port: int = Field(50051, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one.")
+    policy: Literal["fcfs", "priority"] = Field(
+        "fcfs", description="Order of service: first come first served, or lower priority value first."
+    )
+    max_num_batched_tokens: int = Field(
+        2048,
+        ge=1,
+        description="Most tokens computed in one step. Bounds the executor's activation memory and the time of a step:"
+        " 2048 suits a CPU or a small GPU, 8192 and more a large GPU.",
+    )
+    max_num_seqs: int = Field(256, ge=1, description="Most requests running at once; at most max_num_batched_tokens.")
+    max_waiting: int = Field(
+        1000, ge=1, description="Most requests that may wait; a further one gets RESOURCE_EXHAUSTED."
+    )
+    long_prefill_token_threshold: int = Field(
+        0, ge=0, description="Most prompt tokens of one request computed in one step; 0 means no limit."
+    )
+    enable_prefix_caching: bool = Field(True, description="Keep computed blocks so that later requests can share them.")
+    queue_ahead: bool = Field(True, description="Send one step before the result of the last is known.")
+    watermark: float = Field(
+        0.01,
+        ge=0.0,
+        lt=1.0,
+        description="Share of the blocks kept free when a request is admitted, against preemption soon after.",
+    )
+    lease_ms: int = Field(
+        10_000, ge=300, le=3_600_000, description="How long an executor's registration is valid, in milliseconds."
+    )
+    executor_timeout_s: float = Field(
+        60.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="How long running requests wait for a lost executor before they fail UNAVAILABLE, in seconds.",
+    )
+    drain_timeout_s: float = Field(
+        30.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="How long running requests may take to finish at a stop, in seconds.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe event to log.")
+    log_format: Literal["console", "json"] = Field("console", description="For people, or one JSON object a line.")
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> Self:
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_seqs at most max_num_batched_tokens ({self.max_num_batched_tokens}), since each running"
+                f" request computes at least one token a step; got {self.max_num_seqs}"
+            )
+        return self
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. Run with --help for every flag.")
+
+
+def load_config(arguments: Sequence[str]) -> ManagerConfig:
+    """Build the settings from command-line arguments, the environment and the defaults.
+
+    Args:
+        arguments: the arguments after the program's name.
+
+    Raises:
+        ConfigError: a flag is unknown or a value is out of range.
+        SystemExit: `--help` was asked for; its text is printed and the status is 0.
+    """
+    given = {name: value for name, value in vars(_parser().parse_args(arguments)).items() if value is not None}
+    try:
+        return ManagerConfig(**given)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(entry, given) for entry in error.errors())) from None
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _env(name: str) -> str:
+    return ENV_PREFIX + name.upper()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m kvmanager_service",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for name, info in ManagerConfig.model_fields.items():
+        text = f"{info.description} Default: {info.default}. [{_env(name)}]".replace("%", "%%")
+        if info.annotation is bool:
+            parser.add_argument(_flag(name), action=argparse.BooleanOptionalAction, default=None, help=text)
+        else:
+            parser.add_argument(_flag(name), metavar=_metavar(info.annotation), default=None, help=text)
+    return parser
+
+
+def _metavar(annotation: Any) -> str:
+    choices = typing.get_args(annotation)
+    if choices and not isinstance(annotation, types.UnionType):
+        return "|".join(choices)
+    return str(annotation.__name__).upper()
+
+
+def _explain(entry: Any, given: dict[str, Any]) -> str:
+    """Turn one pydantic error into a line that says where, expected, got and what to do."""
+    if not entry["loc"]:
+        return f"settings: expected {entry['msg'].removeprefix('Value error, ')}. Change one of the two."
+    name = str(entry["loc"][0])
+    where = _flag(name) if name in given else f"{_env(name)} in the environment"
+    expected = entry["msg"].removeprefix("Input should be ")
+    default = ManagerConfig.model_fields[name].default
+    return f"{where}: expected {expected}; got {entry['input']!r}. Correct it, or leave it out for {default}."

@@ -1,0 +1,245 @@
+"""From a `GenerateRequest` to the core's `NewRequest`; every range the proto states is checked here.
+
+Station: called by `admission`, calls nobody. Pure: model, ids, seed and time are arguments. Each error names the field,
+what was expected, what was got and what to do.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections.abc import Collection, Iterable
+
+from kvplane.kvmanager.v1 import inference_service_pb2 as pb
+
+from kvmanager_service.core.errors import InvalidRequestError
+from kvmanager_service.core.request import NewRequest, SamplingParams, StopRules
+from kvmanager_service.engine_api import ModelView
+from kvmanager_service.errors import PreconditionError
+
+__all__ = ["check_request", "to_new_request", "to_sampling", "to_stop_rules", "token_array"]
+
+MAX_ID_CHARS = 256
+MAX_SALT_CHARS = 256
+MAX_BIASES = 1_024
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKENS = 64
+
+
+def check_request(request: pb.GenerateRequest, model: ModelView) -> SamplingParams:
+    """Check everything that needs no tokens, so that a bad request is refused before its text is cut up.
+
+    Returns:
+        The sampling parameters.
+
+    Raises:
+        InvalidRequestError: a field is out of range.
+        PreconditionError: stop strings, and the model has no tokenizer.
+    """
+    _check_length("request_id", request.request_id, 0, MAX_ID_CHARS)
+    _check_length("cache_salt", request.cache_salt, 0, MAX_SALT_CHARS)
+    if request.WhichOneof("prompt") is None:
+        raise _invalid("prompt", "text, token_ids or chat", "none of them", "set one")
+    if request.HasField("chat") and not request.chat.messages:
+        raise _invalid("chat.messages", "at least one message", "none", "add one")
+    _check_stopping(request.stopping, model)
+    return to_sampling(request.sampling, model)
+
+
+def to_new_request(
+    request: pb.GenerateRequest,
+    prompt: array[int],
+    sampling: SamplingParams,
+    model: ModelView,
+    *,
+    request_id: str,
+    seed: int,
+    arrival_time: float,
+) -> NewRequest:
+    """Build the core's request from one that `check_request` let pass.
+
+    Args:
+        request: as received.
+        prompt: its prompt as token ids.
+        sampling: what `check_request` returned.
+        model: the served model.
+        request_id: the client's, or one chosen for it.
+        seed: used when the client set none.
+        arrival_time: seconds on the manager's monotonic clock.
+
+    Raises:
+        InvalidRequestError: the prompt is empty or too long, a token id is unknown, or resume tokens do not fit.
+    """
+    _check_prompt(prompt, model)
+    stop = to_stop_rules(request.stopping, len(prompt), model)
+    resumed = token_array(request.resume_token_ids.ids)
+    _check_resumed(resumed, stop, model)
+    return NewRequest(
+        request_id=request_id,
+        prompt=_little_endian(prompt),
+        stop=stop,
+        sampling=sampling,
+        seed=request.sampling.seed if request.sampling.HasField("seed") else seed,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        resumed=_little_endian(resumed),
+        arrival_time=arrival_time,
+    )
+
+
+def to_sampling(params: pb.SamplingParams, model: ModelView) -> SamplingParams:
+    """Make every sampling parameter explicit.
+
+    Raises:
+        InvalidRequestError: one is out of range or not finite.
+    """
+    result = SamplingParams(
+        temperature=params.temperature if params.HasField("temperature") else 1.0,
+        top_k=params.top_k,
+        top_p=params.top_p if params.HasField("top_p") else 1.0,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty if params.HasField("repetition_penalty") else 1.0,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=tuple(sorted(params.logit_bias.items())),
+        num_logprobs=params.logprobs if params.HasField("logprobs") else -1,
+    )
+    # Written as "not (in range)", so that NaN fails too.
+    if not 0.0 <= result.temperature < math.inf:
+        raise _invalid(
+            "sampling.temperature", "a finite number, at least 0", result.temperature, "0 is greedy, 1 usual"
+        )
+    if result.top_k < 0:
+        raise _invalid("sampling.top_k", "at least 0", result.top_k, "0 keeps all tokens")
+    if not 0.0 < result.top_p <= 1.0:
+        raise _invalid("sampling.top_p", "above 0 and at most 1", result.top_p, "1 keeps all tokens")
+    if not 0.0 <= result.min_p <= 1.0:
+        raise _invalid("sampling.min_p", "0 to 1", result.min_p, "0 drops no token")
+    if not 0.0 < result.repetition_penalty < math.inf:
+        raise _invalid("sampling.repetition_penalty", "a finite number above 0", result.repetition_penalty, "1 is none")
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(result, name)
+        if not -2.0 <= value <= 2.0:
+            raise _invalid(f"sampling.{name}", "-2 to 2", value, "0 is none")
+    _check_bias(result, model)
+    if params.HasField("logprobs") and not 0 <= params.logprobs <= model.max_logprobs:
+        raise _invalid("sampling.logprobs", f"0 to {model.max_logprobs}", params.logprobs, "ask for fewer")
+    return result
+
+
+def to_stop_rules(params: pb.StoppingParams, num_prompt_tokens: int, model: ModelView) -> StopRules:
+    """Make the stop rules explicit; stop strings are not the core's.
+
+    Raises:
+        InvalidRequestError: min_tokens is more than an absent max_tokens allows.
+    """
+    room = model.max_model_len - num_prompt_tokens
+    max_tokens = params.max_tokens if params.HasField("max_tokens") else room
+    if params.min_tokens > max_tokens:
+        expected = f"at most {max_tokens}, which is the model's length less the prompt's"
+        raise _invalid("stopping.min_tokens", expected, params.min_tokens, "lower it or shorten the prompt")
+    stop = frozenset(params.stop_token_ids)
+    if not params.ignore_eos:
+        stop |= frozenset(model.eos_token_ids)
+    return StopRules(max_tokens=min(max_tokens, room), min_tokens=params.min_tokens, stop_token_ids=stop)
+
+
+def token_array(ids: Iterable[int]) -> array[int]:
+    """Return token ids as a compact array of 32-bit integers."""
+    return array("i", ids)
+
+
+def _check_stopping(params: pb.StoppingParams, model: ModelView) -> None:
+    if params.HasField("max_tokens") and params.max_tokens < 1:
+        raise _invalid("stopping.max_tokens", "at least 1", params.max_tokens, "leave it out for no limit of its own")
+    if params.min_tokens < 0:
+        raise _invalid("stopping.min_tokens", "at least 0", params.min_tokens, "0 is none")
+    if params.HasField("max_tokens") and params.min_tokens > params.max_tokens:
+        expected = f"at most max_tokens ({params.max_tokens})"
+        raise _invalid("stopping.min_tokens", expected, params.min_tokens, "lower it or raise max_tokens")
+    _check_count("stopping.stop", params.stop, MAX_STOPS)
+    for text in params.stop:
+        _check_length("stopping.stop", text, 1, MAX_STOP_CHARS)
+    if params.stop and model.text is None:
+        raise PreconditionError(
+            "NO_TOKENIZER",
+            "stopping.stop: expected none, since the served model has no tokenizer to make text, got some; use"
+            " stop_token_ids",
+            field="stopping.stop",
+        )
+    _check_count("stopping.stop_token_ids", params.stop_token_ids, MAX_STOP_TOKENS)
+    _check_ids("stopping.stop_token_ids", params.stop_token_ids, model)
+
+
+def _check_bias(sampling: SamplingParams, model: ModelView) -> None:
+    _check_count("sampling.logit_bias", sampling.logit_bias, MAX_BIASES)
+    _check_ids("sampling.logit_bias", [token_id for token_id, _ in sampling.logit_bias], model)
+    for _, value in sampling.logit_bias:
+        if not -100.0 <= value <= 100.0:
+            raise _invalid("sampling.logit_bias", "values in -100 to 100", value, "-100 all but forbids a token")
+
+
+def _check_prompt(prompt: array[int], model: ModelView) -> None:
+    if not prompt:
+        raise InvalidRequestError(
+            "EMPTY_PROMPT", "prompt: expected at least one token, got none; add some text or ids", field="prompt"
+        )
+    if len(prompt) + 1 > model.max_model_len:
+        raise InvalidRequestError(
+            "PROMPT_TOO_LONG",
+            f"prompt: expected at most {model.max_model_len - 1} tokens, one less than the model's length, got"
+            f" {len(prompt)}; shorten it",
+            field="prompt",
+            prompt_tokens=len(prompt),
+            max_model_len=model.max_model_len,
+        )
+    _check_ids("prompt", prompt, model)
+
+
+def _check_resumed(resumed: array[int], stop: StopRules, model: ModelView) -> None:
+    if not resumed:
+        return
+    if len(resumed) >= stop.max_tokens:
+        expected = f"fewer than the {stop.max_tokens} tokens the request may produce"
+        raise _invalid("resume_token_ids", expected, len(resumed), "the earlier stream was complete")
+    _check_ids("resume_token_ids", resumed, model)
+    if any(token_id in stop.stop_token_ids for token_id in resumed[max(0, stop.min_tokens - 1) :]):
+        raise _invalid(
+            "resume_token_ids", "tokens of an unfinished output", "a stop token", "the earlier stream was complete"
+        )
+
+
+def _check_ids(field: str, ids: Collection[int], model: ModelView) -> None:
+    """Check that ids are in the vocabulary. min() and max() run in C: 100 µs for 8,000 ids."""
+    if ids and not (min(ids) >= 0 and max(ids) < model.vocab_size):
+        bad = min(ids) if min(ids) < 0 else max(ids)
+        raise _invalid(field, f"token ids in 0 to {model.vocab_size - 1}", bad, "use ids of the served model")
+
+
+def _check_count(field: str, values: Collection[object], most: int) -> None:
+    if len(values) > most:
+        raise _invalid(field, f"at most {most} entries", len(values), "send fewer")
+
+
+def _check_length(field: str, text: str, least: int, most: int) -> None:
+    if not least <= len(text) <= most:
+        raise _invalid(field, f"{least} to {most} characters", len(text), "shorten it" if text else "leave it out")
+
+
+def _invalid(field: str, expected: str, got: object, advice: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        "INVALID_PARAMETER",
+        f"{field}: expected {expected}, got {got}; {advice}",
+        field=field,
+        expected=expected,
+        got=got,
+    )
+
+
+def _little_endian(ids: array[int]) -> bytes:
+    if sys.byteorder == "big":
+        ids = array("i", ids)
+        ids.byteswap()
+    return ids.tobytes()

@@ -1,0 +1,205 @@
+"""What the servicers and the engine loop ask of each other; plain values, no grpc, no core state.
+
+Station: between the servicers (which submit, abort and look) and `engine_loop` (which schedules and publishes). Both
+run on one asyncio loop: no call here blocks, none needs a lock.
+
+Life of a request across this seam:
+
+1. `Engine.submit(request, sink)` accepts it or raises; nothing is pushed before it returns.
+2. Once per step that brought something, the engine calls `sink.push(output)`.
+3. The request ends when `output.finish_reason` is set, or when `push` returned a `StopMatch`; after either, the engine
+   never calls `push` for it again.
+4. `Engine.abort(request_id)` ends it early: the sink gets a last output with `FinishReason.ABORT`, before `abort`
+   returns or later.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from kvmanager_service.core.request import FinishReason, NewRequest, RequestOutput, RequestStatus
+
+if TYPE_CHECKING:
+    from kvmanager_service.text_model import TextModel
+
+__all__ = [
+    "BlockView",
+    "Engine",
+    "EngineStats",
+    "ManagerState",
+    "ModelView",
+    "OutputSink",
+    "PoolView",
+    "RequestView",
+    "StopMatch",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """A stop string was found.
+
+    Attributes:
+        text: the stop string.
+        num_tokens: how many of the pushed output's tokens belong to the request's output; the rest came after the
+            match and is dropped.
+    """
+
+    text: str
+    num_tokens: int
+
+
+class OutputSink(Protocol):
+    """Where a request's output goes."""
+
+    def push(self, output: RequestOutput) -> StopMatch | None:
+        """Take what one step brought. Never blocks, never raises.
+
+        Args:
+            output: new tokens, or the end, or both.
+
+        Returns:
+            The stop string that ends the request, or None to go on. It may also be found by the last output (when
+            text that was held back is released): the request then ended by STOP, whatever the output said.
+        """
+
+
+class ManagerState(enum.Enum):
+    """Whether requests are admitted; `kvplane.kvmanager.v1.ManagerState`."""
+
+    NO_EXECUTOR = "no_executor"
+    SERVING = "serving"
+    DRAINING = "draining"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """The block pool; `PoolStats`. Block counts leave the null block out."""
+
+    block_size: int
+    num_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    kv_epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The manager at one moment; `GetStatsResponse` without its settings, which the servicer has from the config."""
+
+    uptime_seconds: float
+    state: ManagerState
+    pool: PoolView | None = None
+    requests_waiting: int = 0
+    requests_running: int = 0
+    requests_finished: Mapping[str, int] = field(default_factory=dict)
+    steps: int = 0
+    steps_failed: int = 0
+    tokens_computed: int = 0
+    tokens_generated: int = 0
+    preemptions: int = 0
+    reschedules: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    blocks_evicted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """One request; `RequestInfo`.
+
+    Attributes:
+        arrival_time: `NewRequest.arrival_time`; orders the listing.
+        age_seconds: time since it arrived.
+        finish_reason: set when the request has finished (`ERROR` included).
+    """
+
+    request_id: str
+    status: RequestStatus
+    priority: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    block_table: Sequence[int]
+    arrival_time: float
+    age_seconds: float
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockView:
+    """One block; `BlockInfo`. An empty hash means none."""
+
+    block_id: int
+    ref_cnt: int
+    block_hash: bytes = b""
+    provisional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """The model being served; `GetModelResponse` and what admission needs beside it. `text` None: no tokenizer."""
+
+    name: str
+    fingerprint: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_logprobs: int
+    dtype: str
+    block_size: int
+    text: TextModel | None = None
+
+
+class Engine(Protocol):
+    """What servicers may ask of the engine loop."""
+
+    def submit(self, request: NewRequest, sink: OutputSink) -> None:
+        """Accept a request.
+
+        Raises:
+            InvalidRequestError: it can never fit.
+            DuplicateRequestError: its id is waiting or running.
+            QueueFullError: max_waiting requests wait.
+            UnavailableError: no executor, draining, or broken.
+        """
+
+    def abort(self, request_id: str) -> None:
+        """End a waiting or running request; its blocks are free within a step.
+
+        Raises:
+            UnknownRequestError: no such request is waiting or running.
+        """
+
+    def stats(self) -> EngineStats:
+        """Return counters and gauges, all of one moment."""
+
+    def requests(self, *, include_finished: bool) -> list[RequestView]:
+        """Return waiting and running requests, on demand the last finished ones too, oldest arrival first."""
+
+    def blocks(self) -> Sequence[BlockView]:
+        """Return all blocks but the null block, so that item i is block i + 1; may be lazy.
+
+        Raises:
+            UnavailableError: no pool exists yet.
+        """
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached hash and return how many there were.
+
+        Raises:
+            PoolInUseError: a request holds blocks.
+        """
+
+    def model(self) -> ModelView:
+        """Describe the model.
+
+        Raises:
+            UnavailableError: before the first executor is ready.
+        """

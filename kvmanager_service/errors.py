@@ -1,0 +1,179 @@
+"""Errors of the manager and the one table that turns an exception into a gRPC status.
+
+Station: raised by servicers, admission, registry and engine loop; mapped here, by nobody else. Each message says what
+was expected, what was got and what to do. Prompts, texts and token ids of requests never enter a message or a log.
+
+    CoreError (kvmanager_service.core.errors)
+    ├── UnavailableError            no executor, draining, or broken: try again later
+    ├── PreconditionError           the model lacks what the request needs (chat template, tokenizer)
+    ├── ExecutorRejectedError       the executor serves another model than the manager
+    └── ExecutorIdReusedError       an executor id came back with another address
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import structlog
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+from kvplane.common.v1 import common_pb2
+
+from kvmanager_service.core.errors import (
+    CoreError,
+    DuplicateRequestError,
+    InvalidRequestError,
+    PoolExhaustedError,
+    PoolInUseError,
+    QueueFullError,
+    RowFailedError,
+    UnknownRequestError,
+)
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = [
+    "DOMAIN",
+    "ErrorStatus",
+    "ExecutorIdReusedError",
+    "ExecutorRejectedError",
+    "PreconditionError",
+    "RpcErrors",
+    "UnavailableError",
+    "to_status",
+]
+
+DOMAIN = "kvplane"
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+QUEUE_FULL_RETRY_MS = 1_000
+"""How long a client is told to wait when the queue is full: a guess at a few finished requests, not a promise."""
+
+_log = structlog.get_logger(__name__)
+
+
+class UnavailableError(CoreError):
+    """The manager cannot take the request now: no executor, draining, or broken. Trying again may help."""
+
+
+class PreconditionError(CoreError):
+    """The served model lacks what the request needs, such as a tokenizer or a chat template."""
+
+
+class ExecutorRejectedError(CoreError):
+    """The executor cannot join: it serves another model than the manager."""
+
+
+class ExecutorIdReusedError(CoreError):
+    """An executor id that is registered came back with another address."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What an exception type becomes."""
+
+    code: grpc.StatusCode
+    retry_delay_ms: int = 0
+
+
+RULES: dict[type[CoreError], Rule] = {
+    InvalidRequestError: Rule(grpc.StatusCode.INVALID_ARGUMENT),
+    UnknownRequestError: Rule(grpc.StatusCode.NOT_FOUND),
+    DuplicateRequestError: Rule(grpc.StatusCode.ALREADY_EXISTS),
+    ExecutorIdReusedError: Rule(grpc.StatusCode.ALREADY_EXISTS),
+    QueueFullError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, QUEUE_FULL_RETRY_MS),
+    PoolExhaustedError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),
+    PoolInUseError: Rule(grpc.StatusCode.FAILED_PRECONDITION),
+    PreconditionError: Rule(grpc.StatusCode.FAILED_PRECONDITION),
+    ExecutorRejectedError: Rule(grpc.StatusCode.FAILED_PRECONDITION),
+    UnavailableError: Rule(grpc.StatusCode.UNAVAILABLE),
+    RowFailedError: Rule(grpc.StatusCode.INTERNAL),
+}
+"""The table. A type that is not in it, and has no parent in it, is a fault of ours: INTERNAL."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorStatus:
+    """An error as it goes over the wire, before it takes the form of a status or of a `common.v1.Error`."""
+
+    code: grpc.StatusCode
+    message: str
+    reason: str
+    metadata: dict[str, str]
+    retry_delay_ms: int = 0
+
+    def to_rpc_status(self) -> Status:
+        """Return it as `google.rpc.Status` with `ErrorInfo`, and `RetryInfo` when there is advice."""
+        status = Status(code=self.code.value[0], message=self.message)
+        status.details.add().Pack(ErrorInfo(reason=self.reason, domain=DOMAIN, metadata=self.metadata))
+        if self.retry_delay_ms:
+            delay = Duration()
+            delay.FromMilliseconds(self.retry_delay_ms)
+            status.details.add().Pack(RetryInfo(retry_delay=delay))
+        return status
+
+    def to_proto(self) -> common_pb2.Error:
+        """Return it as the error of one request of a multiplexed stream."""
+        return common_pb2.Error(
+            code=self.code.value[0],
+            message=self.message,
+            reason=self.reason,
+            metadata=self.metadata,
+            retry_delay_ms=self.retry_delay_ms,
+        )
+
+
+def to_status(error: Exception) -> ErrorStatus:
+    """Look an exception up in the table; log it when it is not one that a client can cause."""
+    if isinstance(error, CoreError):
+        for kind in type(error).__mro__:
+            rule = RULES.get(kind)
+            if rule is not None:
+                return ErrorStatus(rule.code, str(error), error.reason, error.metadata, rule.retry_delay_ms)
+    _log.error("unexpected_error", error_type=type(error).__qualname__, stack=_frames(error))
+    message = (
+        "expected no failure here, got an internal error: this is a fault of the manager, not of the request. "
+        "Look for unexpected_error in the manager's log and report it."
+    )
+    return ErrorStatus(grpc.StatusCode.INTERNAL, message, "INTERNAL", {"error_type": type(error).__qualname__})
+
+
+class RpcErrors:
+    """Runs the body of a servicer method; whatever it raises ends the call with the status of the table.
+
+    Cancellation and `context.abort` itself pass through.
+
+    Usage: `async with RpcErrors(context): ...`
+    """
+
+    __slots__ = ("_context",)
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self._context = context
+
+    async def __aenter__(self) -> None:
+        """Enter; there is nothing to prepare."""
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the call with the error's status, if there is one."""
+        if not isinstance(error, Exception) or isinstance(error, grpc.aio.AbortError):
+            return
+        status = to_status(error)
+        details = status.to_rpc_status().SerializeToString()
+        await self._context.abort(status.code, status.message, ((STATUS_DETAILS_KEY, details),))
+
+
+def _frames(error: BaseException) -> str:
+    """Return the traceback of an error and its causes without their messages, which may quote a prompt."""
+    parts: list[str] = []
+    seen: BaseException | None = error
+    while seen is not None:
+        parts.append("".join([*traceback.format_tb(seen.__traceback__), type(seen).__qualname__]))
+        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+    return "\ncaused by\n".join(parts)

@@ -1,0 +1,138 @@
+"""The gRPC server of the manager: services, health, reflection.
+
+Station: built by `__main__` (and by tests, with another engine) and nothing else. It decides no request's fate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from kvplane.kvmanager.v1 import (
+    executor_registry_service_pb2,
+    executor_registry_service_pb2_grpc,
+    inference_service_pb2,
+    inference_service_pb2_grpc,
+    kv_manager_service_pb2,
+    kv_manager_service_pb2_grpc,
+)
+
+from kvmanager_service.admission import Admission
+from kvmanager_service.config import ConfigError, ManagerConfig
+from kvmanager_service.engine_api import Engine
+from kvmanager_service.registry import ExecutorRegistry
+from kvmanager_service.servicers.executor_registry import ExecutorRegistryServicer
+from kvmanager_service.servicers.inference import InferenceServicer
+from kvmanager_service.servicers.kv_manager import KvManagerServicer
+
+__all__ = ["SERVICE_NAMES", "Health", "ManagerServer"]
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Two managers on one port would each see half of the requests: fail instead.
+    ("grpc.so_reuseport", 0),
+    # A client whose machine vanished holds blocks until it is found out.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # Clients may ping as often themselves.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+)
+
+SERVICE_NAMES = tuple(
+    module.DESCRIPTOR.services_by_name[name].full_name
+    for module, name in (
+        (inference_service_pb2, "InferenceService"),
+        (kv_manager_service_pb2, "KvManagerService"),
+        (executor_registry_service_pb2, "ExecutorRegistryService"),
+    )
+)
+
+
+class Health:
+    """The manager's health for every service name and for the server as a whole.
+
+    Attributes:
+        servicer: the grpc.health.v1 servicer.
+    """
+
+    def __init__(self) -> None:
+        self.servicer = health.aio.HealthServicer()
+        self._updates: set[asyncio.Task[None]] = set()
+        self._serving = False
+        self._lock = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Make every name known, as not serving."""
+        await self._publish()
+
+    def set_serving(self, serving: bool) -> None:
+        """Tell watchers whether requests are admitted; returns at once."""
+        self._serving = serving
+        update = asyncio.create_task(self._publish(), name="health-update")
+        self._updates.add(update)
+        update.add_done_callback(self._updates.discard)
+
+    async def _publish(self) -> None:
+        async with self._lock:
+            status = (
+                health_pb2.HealthCheckResponse.SERVING if self._serving else health_pb2.HealthCheckResponse.NOT_SERVING
+            )
+            for name in ("", *SERVICE_NAMES):
+                await self.servicer.set(name, status)
+
+
+class ManagerServer:
+    """The server: started once, stopped once.
+
+    Attributes:
+        manager_id: unique to this run.
+        port: the port it listens on, once started.
+    """
+
+    def __init__(self, config: ManagerConfig, engine: Engine, registry: ExecutorRegistry, health: Health) -> None:
+        self.manager_id = f"manager-{secrets.token_hex(6)}"
+        self.port = 0
+        self._address = f"[{config.host}]" if ":" in config.host else config.host
+        self._wanted_port = config.port
+        self._health = health
+        self._server = grpc.aio.server(options=_OPTIONS)
+        inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(
+            InferenceServicer(engine, Admission(engine)), self._server
+        )
+        kv_manager_service_pb2_grpc.add_KvManagerServiceServicer_to_server(
+            KvManagerServicer(engine, config), self._server
+        )
+        executor_registry_service_pb2_grpc.add_ExecutorRegistryServiceServicer_to_server(
+            ExecutorRegistryServicer(registry, self.manager_id), self._server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(health.servicer, self._server)
+        reflection.enable_server_reflection(
+            (*SERVICE_NAMES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME),
+            self._server,
+        )
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: the port cannot be had.
+        """
+        await self._health.start()
+        address = f"{self._address}:{self._wanted_port}"
+        try:
+            self.port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"--host/--port: expected an address that can be listened on, got {address}: {error}. Stop what uses"
+                " it, or choose another"
+            ) from error
+        await self._server.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """Stop listening and end the calls that are left after `grace_s` seconds."""
+        await self._server.stop(grace_s)

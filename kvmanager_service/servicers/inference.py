@@ -1,0 +1,85 @@
+"""InferenceService: text or token ids in, streamed output out.
+
+Station: called by grpc, calls `admission` and the engine. When a call ends for whatever reason (cancelled, deadline,
+connection lost), its unfinished requests are aborted at once, so that their blocks are free within a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from kvplane.kvmanager.v1 import inference_service_pb2 as pb
+from kvplane.kvmanager.v1 import inference_service_pb2_grpc as pb_grpc
+
+from kvmanager_service.admission import Admission
+from kvmanager_service.engine_api import Engine
+from kvmanager_service.errors import RpcErrors
+from kvmanager_service.output_stream import ManyStream, OutputStream, RequestStream
+from kvmanager_service.servicers.orders import OrderReader
+
+__all__ = ["InferenceServicer"]
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceServicer(pb_grpc.InferenceServiceServicer):
+    """Serves Generate, GenerateMany, Abort and GetModel."""
+
+    def __init__(self, engine: Engine, admission: Admission) -> None:
+        self._engine = engine
+        self._admission = admission
+
+    async def Generate(  # noqa: N802
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Serve `Generate`; see the proto."""
+        async with RpcErrors(context):
+            output = await self._admission.admit(request, OutputStream)
+            context.add_done_callback(lambda _: self._abort_unfinished(output.stream))  # type: ignore[arg-type]
+            async for response in output:
+                yield response
+
+    async def GenerateMany(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.GenerateManyRequest], context: Context
+    ) -> AsyncIterator[pb.GenerateManyResponse]:
+        """Serve `GenerateMany`; see the proto."""
+        async with RpcErrors(context):
+            many = ManyStream()
+            reader = OrderReader(self._engine, self._admission, many)
+            task = asyncio.create_task(reader.run(request_iterator), name="generate-many-orders")
+            context.add_done_callback(lambda _: self._end_many(task, many))  # type: ignore[arg-type]
+            async for response in many:
+                yield response
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
+        """Serve `Abort`; see the proto."""
+        async with RpcErrors(context):
+            self._engine.abort(request.request_id)
+        return pb.AbortResponse()
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:  # noqa: N802
+        """Serve `GetModel`; see the proto."""
+        async with RpcErrors(context):
+            model = self._engine.model()
+        return pb.GetModelResponse(
+            name=model.name,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            max_logprobs=model.max_logprobs,
+            has_chat_template=model.text is not None and model.text.chat_template is not None,
+            has_tokenizer=model.text is not None,
+            dtype=model.dtype,
+        )
+
+    def _abort_unfinished(self, stream: RequestStream) -> None:
+        if not stream.finished:
+            self._engine.abort(stream.request_id)
+
+    def _end_many(self, orders: asyncio.Task[None], many: ManyStream) -> None:
+        orders.cancel()
+        for request_id in many.unfinished():
+            self._engine.abort(request_id)

@@ -1,0 +1,161 @@
+"""KvManagerService: a window on the block pool and the requests.
+
+Station: called by grpc, reads the engine's views, pages and filters them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from kvplane.kvmanager.v1 import kv_manager_service_pb2 as pb
+from kvplane.kvmanager.v1 import kv_manager_service_pb2_grpc as pb_grpc
+
+from kvmanager_service.config import ManagerConfig
+from kvmanager_service.core.request import RequestStatus
+from kvmanager_service.engine_api import BlockView, Engine, EngineStats, ManagerState, RequestView
+from kvmanager_service.errors import RpcErrors
+from kvmanager_service.output_stream import FINISH_REASONS
+from kvmanager_service.servicers.paging import page_size, read_block_token, read_request_token, request_token
+
+__all__ = ["KvManagerServicer"]
+
+_STATES = {
+    ManagerState.NO_EXECUTOR: pb.MANAGER_STATE_NO_EXECUTOR,
+    ManagerState.SERVING: pb.MANAGER_STATE_SERVING,
+    ManagerState.DRAINING: pb.MANAGER_STATE_DRAINING,
+    ManagerState.BROKEN: pb.MANAGER_STATE_BROKEN,
+}
+_STATUSES = {
+    RequestStatus.WAITING: pb.REQUEST_STATUS_WAITING,
+    RequestStatus.RUNNING: pb.REQUEST_STATUS_RUNNING,
+    RequestStatus.PREEMPTED: pb.REQUEST_STATUS_PREEMPTED,
+    RequestStatus.FINISHED: pb.REQUEST_STATUS_FINISHED,
+}
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
+    """Serves GetStats, ListRequests, ListBlocks and ResetPrefixCache."""
+
+    def __init__(self, engine: Engine, config: ManagerConfig) -> None:
+        self._engine = engine
+        self._settings = pb.SchedulerSettings(
+            policy=config.policy,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_waiting=config.max_waiting,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            enable_prefix_caching=config.enable_prefix_caching,
+            queue_ahead=config.queue_ahead,
+        )
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:  # noqa: N802
+        """Serve `GetStats`; see the proto."""
+        async with RpcErrors(context):
+            return _to_stats(self._engine.stats(), self._settings)
+
+    async def ListRequests(self, request: pb.ListRequestsRequest, context: Context) -> pb.ListRequestsResponse:  # noqa: N802
+        """Serve `ListRequests`; see the proto."""
+        async with RpcErrors(context):
+            size = page_size(request.page_size, default=100, most=1_000)
+            after = read_request_token(request.page_token)
+            views = self._engine.requests(include_finished=request.include_finished)
+            views.sort(key=_arrival)
+            chosen = [
+                view
+                for view in views
+                if (not request.request_id or view.request_id == request.request_id)
+                and (after is None or _arrival(view) > after)
+            ]
+            page = chosen[:size]
+            token = request_token(*_arrival(page[-1])) if len(chosen) > size else ""
+            return pb.ListRequestsResponse(requests=map(_to_request_info, page), next_page_token=token)
+
+    async def ListBlocks(self, request: pb.ListBlocksRequest, context: Context) -> pb.ListBlocksResponse:  # noqa: N802
+        """Serve `ListBlocks`; see the proto."""
+        async with RpcErrors(context):
+            size = page_size(request.page_size, default=1_000, most=10_000)
+            start = read_block_token(request.page_token)
+            blocks = self._engine.blocks()
+            page: list[pb.BlockInfo] = []
+            for index in range(start, len(blocks)):
+                block = blocks[index]
+                if not _selects(request.filter, block):
+                    continue
+                if len(page) == size:
+                    return pb.ListBlocksResponse(blocks=page, next_page_token=str(page[-1].block_id))
+                page.append(_to_block_info(block))
+            return pb.ListBlocksResponse(blocks=page)
+
+    async def ResetPrefixCache(  # noqa: N802
+        self, request: pb.ResetPrefixCacheRequest, context: Context
+    ) -> pb.ResetPrefixCacheResponse:
+        """Serve `ResetPrefixCache`; see the proto."""
+        async with RpcErrors(context):
+            return pb.ResetPrefixCacheResponse(blocks_forgotten=self._engine.reset_prefix_cache())
+
+
+def _arrival(view: RequestView) -> tuple[float, str]:
+    return view.arrival_time, view.request_id
+
+
+def _selects(wanted: pb.BlockFilter.ValueType, block: BlockView) -> bool:
+    if wanted == pb.BLOCK_FILTER_USED:
+        return block.ref_cnt > 0
+    if wanted == pb.BLOCK_FILTER_CACHED:
+        return bool(block.block_hash)
+    if wanted == pb.BLOCK_FILTER_FREE:
+        return block.ref_cnt == 0
+    return True
+
+
+def _to_stats(stats: EngineStats, settings: pb.SchedulerSettings) -> pb.GetStatsResponse:
+    response = pb.GetStatsResponse(
+        uptime_seconds=stats.uptime_seconds,
+        state=_STATES[stats.state],
+        requests_waiting=stats.requests_waiting,
+        requests_running=stats.requests_running,
+        requests_finished=stats.requests_finished,
+        steps=stats.steps,
+        steps_failed=stats.steps_failed,
+        tokens_computed=stats.tokens_computed,
+        tokens_generated=stats.tokens_generated,
+        preemptions=stats.preemptions,
+        reschedules=stats.reschedules,
+        prefix_queries=stats.prefix_queries,
+        prefix_hits=stats.prefix_hits,
+        blocks_evicted=stats.blocks_evicted,
+        settings=settings,
+    )
+    if stats.pool is not None:
+        response.pool.block_size = stats.pool.block_size
+        response.pool.num_blocks = stats.pool.num_blocks
+        response.pool.free_blocks = stats.pool.free_blocks
+        response.pool.cached_blocks = stats.pool.cached_blocks
+        response.pool.kv_epoch = stats.pool.kv_epoch
+    return response
+
+
+def _to_request_info(view: RequestView) -> pb.RequestInfo:
+    info = pb.RequestInfo(
+        request_id=view.request_id,
+        status=_STATUSES[view.status],
+        priority=view.priority,
+        num_prompt_tokens=view.num_prompt_tokens,
+        num_output_tokens=view.num_output_tokens,
+        num_computed_tokens=view.num_computed_tokens,
+        num_cached_tokens=view.num_cached_tokens,
+        num_preemptions=view.num_preemptions,
+        block_table=view.block_table,
+        age_seconds=view.age_seconds,
+    )
+    if view.finish_reason is not None and view.finish_reason in FINISH_REASONS:
+        info.finish_reason = FINISH_REASONS[view.finish_reason]
+    return info
+
+
+def _to_block_info(block: BlockView) -> pb.BlockInfo:
+    return pb.BlockInfo(
+        block_id=block.block_id, ref_cnt=block.ref_cnt, block_hash=block.block_hash, provisional=block.provisional
+    )
