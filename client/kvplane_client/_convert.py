@@ -1,0 +1,169 @@
+"""From messages of the wire to the values users see.
+
+Station: between the calls and the types; pure functions. An enum value this client does not know (a newer manager)
+is an InternalError that names it, not a guess.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TypeVar
+
+from kvplane.common.v1 import common_pb2
+from kvplane.kvmanager.v1 import executor_registry_service_pb2 as registry_pb
+from kvplane.kvmanager.v1 import inference_service_pb2 as inference_pb
+from kvplane.kvmanager.v1 import kv_manager_service_pb2 as manager_pb
+
+from kvplane_client import manager_types as mt
+from kvplane_client.errors import InternalError
+from kvplane_client.types import FinishReason, StopMatch, TokenLogprob, TokenLogprobs, Usage
+
+__all__ = [
+    "block_filter_to",
+    "block_from",
+    "executor_from",
+    "finish_reason_from",
+    "logprobs_from",
+    "model_from",
+    "request_from",
+    "stats_from",
+    "stop_match_from",
+    "usage_from",
+]
+
+_E = TypeVar("_E", bound=enum.StrEnum)
+
+
+def finish_reason_from(value: common_pb2.FinishReason.ValueType) -> FinishReason | None:
+    """Returns the finish reason, or None for one that is unspecified."""
+    if value == common_pb2.FINISH_REASON_UNSPECIFIED:
+        return None
+    return _enum(FinishReason, common_pb2.FinishReason.Name, value, "FINISH_REASON_")
+
+
+def stop_match_from(response: inference_pb.GenerateResponse) -> StopMatch:
+    """Returns the stop token id or the stop string, whichever is set."""
+    match response.WhichOneof("stop_match"):
+        case "stop_token_id":
+            return response.stop_token_id
+        case "stop_string":
+            return response.stop_string
+        case _:
+            return None
+
+
+def usage_from(usage: common_pb2.Usage) -> Usage:
+    """Returns the usage."""
+    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+
+
+def logprobs_from(response: inference_pb.GenerateResponse) -> tuple[TokenLogprobs, ...]:
+    """Returns the log probabilities of a piece of output."""
+    return tuple(
+        TokenLogprobs(entry.logprob, tuple(TokenLogprob(top.token_id, top.logprob) for top in entry.top))
+        for entry in response.logprobs
+    )
+
+
+def model_from(model: inference_pb.GetModelResponse) -> mt.Model:
+    """Returns the served model."""
+    return mt.Model(
+        name=model.name,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=tuple(model.eos_token_ids),
+        max_logprobs=model.max_logprobs,
+        has_chat_template=model.has_chat_template,
+        has_tokenizer=model.has_tokenizer,
+        dtype=model.dtype,
+    )
+
+
+def stats_from(stats: manager_pb.GetStatsResponse) -> mt.Stats:
+    """Returns the manager's counters and gauges."""
+    return mt.Stats(
+        uptime_seconds=stats.uptime_seconds,
+        state=_enum(mt.ManagerState, manager_pb.ManagerState.Name, stats.state, "MANAGER_STATE_"),
+        pool=_pool_from(stats.pool) if stats.HasField("pool") else None,
+        requests_waiting=stats.requests_waiting,
+        requests_running=stats.requests_running,
+        requests_finished=dict(stats.requests_finished),
+        steps=stats.steps,
+        steps_failed=stats.steps_failed,
+        tokens_computed=stats.tokens_computed,
+        tokens_generated=stats.tokens_generated,
+        preemptions=stats.preemptions,
+        reschedules=stats.reschedules,
+        prefix_queries=stats.prefix_queries,
+        prefix_hits=stats.prefix_hits,
+        blocks_evicted=stats.blocks_evicted,
+        settings=_settings_from(stats.settings),
+    )
+
+
+def _pool_from(pool: manager_pb.PoolStats) -> mt.PoolStats:
+    return mt.PoolStats(pool.block_size, pool.num_blocks, pool.free_blocks, pool.cached_blocks, pool.kv_epoch)
+
+
+def _settings_from(settings: manager_pb.SchedulerSettings) -> mt.SchedulerSettings:
+    return mt.SchedulerSettings(
+        policy=settings.policy,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        max_waiting=settings.max_waiting,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        queue_ahead=settings.queue_ahead,
+    )
+
+
+def request_from(info: manager_pb.RequestInfo) -> mt.RequestInfo:
+    """Returns one listed request."""
+    return mt.RequestInfo(
+        request_id=info.request_id,
+        status=_enum(mt.RequestStatus, manager_pb.RequestStatus.Name, info.status, "REQUEST_STATUS_"),
+        priority=info.priority,
+        num_prompt_tokens=info.num_prompt_tokens,
+        num_output_tokens=info.num_output_tokens,
+        num_computed_tokens=info.num_computed_tokens,
+        num_cached_tokens=info.num_cached_tokens,
+        num_preemptions=info.num_preemptions,
+        block_table=tuple(info.block_table),
+        age_seconds=info.age_seconds,
+        finish_reason=finish_reason_from(info.finish_reason),
+    )
+
+
+def block_from(info: manager_pb.BlockInfo) -> mt.BlockInfo:
+    """Returns one listed block."""
+    return mt.BlockInfo(info.block_id, info.ref_cnt, info.block_hash.hex() or None, info.provisional)
+
+
+def block_filter_to(block_filter: mt.BlockFilter) -> manager_pb.BlockFilter.ValueType:
+    """Returns the wire's name of a filter."""
+    if block_filter is mt.BlockFilter.ALL:
+        return manager_pb.BLOCK_FILTER_UNSPECIFIED
+    return manager_pb.BlockFilter.Value(f"BLOCK_FILTER_{block_filter.name}")
+
+
+def executor_from(info: registry_pb.ExecutorInfo) -> mt.ExecutorInfo:
+    """Returns one listed executor."""
+    return mt.ExecutorInfo(
+        executor_id=info.executor_id,
+        address=info.address,
+        state=_enum(mt.ExecutorState, registry_pb.ExecutorState.Name, info.state, "EXECUTOR_STATE_"),
+        lease_remaining_seconds=info.lease_remaining_ms / 1000,
+        last_error=info.last_error or None,
+    )
+
+
+def _enum(cls: type[_E], name_of: object, value: int, prefix: str) -> _E:
+    """Finds the member by the wire's name without its prefix."""
+    assert callable(name_of)
+    try:
+        return cls[name_of(value).removeprefix(prefix)]
+    except (ValueError, KeyError) as error:
+        raise InternalError(
+            f"the server sent {prefix}{value} for a {cls.__name__}: expected one of {', '.join(cls)}; "
+            "a newer server needs a newer client"
+        ) from error

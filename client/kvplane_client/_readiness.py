@@ -1,0 +1,64 @@
+"""Waiting for a manager that starts.
+
+Station: below ``AsyncClient.wait_ready``. Ready means that the health service says SERVING and that GetModel answers,
+which the contract promises from the first executor on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2
+from kvplane.kvmanager.v1 import inference_service_pb2 as pb
+
+from kvplane_client._stubs import Stubs
+from kvplane_client.errors import UnavailableError, error_from_rpc
+from kvplane_client.retry import Deadline
+
+__all__ = ["wait_until_ready"]
+
+_POLL_SECONDS = 0.1
+_PROBE_SECONDS = 5.0
+
+
+async def wait_until_ready(stubs: Stubs, deadline: Deadline) -> pb.GetModelResponse:
+    """Polls until the manager is ready.
+
+    Args:
+        stubs: Where to ask.
+        deadline: When to give up.
+
+    Returns:
+        The served model.
+
+    Raises:
+        UnavailableError: The deadline passed; says what was missing last.
+        KvPlaneError: The server answered with an error other than UNAVAILABLE.
+    """
+    waiting_for = "a first answer"
+    while True:
+        remaining = deadline.remaining()
+        if remaining == 0:
+            raise UnavailableError(f"{stubs.target} is not ready: {waiting_for}", metadata={"target": stubs.target})
+        seconds = _PROBE_SECONDS if remaining is None else min(_PROBE_SECONDS, remaining)
+        answer = await _probe(stubs, seconds)
+        if isinstance(answer, pb.GetModelResponse):
+            return answer
+        waiting_for = answer
+        await asyncio.sleep(_POLL_SECONDS if remaining is None else min(_POLL_SECONDS, remaining))
+
+
+async def _probe(stubs: Stubs, seconds: float) -> pb.GetModelResponse | str:
+    """Asks once; returns the model, or what is missing."""
+    try:
+        health = await stubs.health_check(health_pb2.HealthCheckRequest(), timeout=seconds)
+        if health.status != health_pb2.HealthCheckResponse.SERVING:
+            return f"health is {health_pb2.HealthCheckResponse.ServingStatus.Name(health.status)}"
+        return await stubs.inference.GetModel(pb.GetModelRequest(), timeout=seconds)
+    except grpc.aio.AioRpcError as rpc_error:
+        error = error_from_rpc(rpc_error)
+        if error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            return error.message
+        raise error from None

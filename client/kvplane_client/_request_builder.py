@@ -1,0 +1,135 @@
+"""From a prompt and keyword arguments to a GenerateRequest.
+
+Station: the entry of every generating method. Ranges are the server's business (it knows the model); here only what
+the wire cannot carry at all is refused, with the parameter's name.
+"""
+
+from __future__ import annotations
+
+import operator
+import secrets
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvplane.kvmanager.v1 import inference_service_pb2 as pb
+
+from kvplane_client.errors import InvalidArgumentError
+from kvplane_client.types import ChatMessage, GenerateOptions, Prompt
+
+__all__ = ["build_request"]
+
+_SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "logprobs",
+)  # fmt: skip
+_STOPPING = ("max_tokens", "min_tokens", "ignore_eos", "include_stop")
+_REQUEST = ("priority", "cache_salt")
+_SEED_BITS = 63
+
+
+def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
+    """Builds the request of the first attempt.
+
+    Args:
+        prompt: Text, token ids or a conversation.
+        options: The keyword arguments the user gave; deadline is not part of the request.
+
+    Returns:
+        A request with an id and, when it samples at random, a seed: a later attempt then continues the same output.
+
+    Raises:
+        InvalidArgumentError: A value has a type or a size the wire cannot carry.
+        TypeError: An option is unknown.
+    """
+    unknown = options.keys() - GenerateOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(
+            f"unknown options {sorted(unknown)}; expected some of {sorted(GenerateOptions.__annotations__)}"
+        )
+    request = pb.GenerateRequest(request_id=_text("request_id", options.get("request_id")) or f"req-{uuid.uuid4().hex}")
+    _set_prompt(request, prompt)
+    _copy(options, _SAMPLING, request.sampling)
+    _copy(options, _STOPPING, request.stopping)
+    _copy(options, _REQUEST, request)
+    _set_collections(request, options)
+    _fix_seed(request.sampling)
+    return request
+
+
+def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = _text("prompt", prompt)
+        return
+    if not isinstance(prompt, Iterable) or isinstance(prompt, (bytes, Mapping)):
+        raise _refusal("prompt", "a string, token ids or chat messages", prompt)
+    items: Sequence[Any] = list(prompt)
+    if not items:
+        raise InvalidArgumentError("prompt: expected at least one token or message, got an empty sequence")
+    if isinstance(items[0], (ChatMessage, Mapping)):
+        request.chat.messages.extend(_chat_message(item) for item in items)
+    else:
+        _extend("prompt", request.token_ids.ids, items)
+
+
+def _chat_message(message: ChatMessage | Mapping[str, str]) -> pb.ChatMessage:
+    if isinstance(message, ChatMessage):
+        return pb.ChatMessage(role=_text("role", message.role), content=_text("content", message.content))
+    if not isinstance(message, Mapping) or message.keys() != {"role", "content"}:
+        raise _refusal("prompt", 'a ChatMessage or a mapping with exactly "role" and "content"', message)
+    return pb.ChatMessage(role=_text("role", message["role"]), content=_text("content", message["content"]))
+
+
+def _set_collections(request: pb.GenerateRequest, options: GenerateOptions) -> None:
+    stop = options.get("stop") or ()
+    request.stopping.stop.extend(_text("stop", item) for item in ([stop] if isinstance(stop, str) else stop))
+    _extend("stop_token_ids", request.stopping.stop_token_ids, options.get("stop_token_ids") or ())
+    for token_id, bias in (options.get("logit_bias") or {}).items():
+        try:
+            request.sampling.logit_bias[token_id] = bias
+        except (TypeError, ValueError) as error:
+            raise _refusal("logit_bias", "a mapping from token ids to numbers", {token_id: bias}) from error
+
+
+def _copy(options: GenerateOptions, names: Iterable[str], message: Any) -> None:
+    """Sets the fields that the user gave."""
+    for name in names:
+        value = options.get(name)
+        if value is None:
+            continue
+        try:
+            setattr(message, name, value)
+        except (TypeError, ValueError) as error:
+            raise _refusal(name, str(error), value) from error
+
+
+def _extend(name: str, field: Any, values: Iterable[Any]) -> None:
+    """Appends integers, numpy's included."""
+    for value in values:
+        try:
+            field.append(operator.index(value))
+        except (TypeError, ValueError) as error:
+            raise _refusal(name, "token ids as 32-bit integers", value) from error
+
+
+def _text(name: str, value: object) -> str:
+    """Checks that a value is text that UTF-8 can carry."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise _refusal(name, "a string", value)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(f"{name}: expected text without lone surrogates: {error}") from error
+    return value
+
+
+def _fix_seed(sampling: pb.SamplingParams) -> None:
+    greedy = sampling.HasField("temperature") and sampling.temperature == 0
+    if not greedy and not sampling.HasField("seed"):
+        sampling.seed = secrets.randbits(_SEED_BITS)
+
+
+def _refusal(name: str, expected: str, got: object) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{name}: expected {expected}, got {got!r}", metadata={"parameter": name})

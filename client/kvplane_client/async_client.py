@@ -1,0 +1,263 @@
+"""The asynchronous client: every call KVPlane offers to users.
+
+Station: the top of the library. It owns the channel; streams get the stubs from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import AsyncIterator, Iterable, Sequence
+from types import TracebackType
+from typing import Self, TypeVar, Unpack
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+from kvplane.kvmanager.v1 import executor_registry_service_pb2 as registry_pb
+from kvplane.kvmanager.v1 import inference_service_pb2 as inference_pb
+from kvplane.kvmanager.v1 import kv_manager_service_pb2 as manager_pb
+
+from kvplane_client import _convert
+from kvplane_client._readiness import wait_until_ready
+from kvplane_client._request_builder import build_request
+from kvplane_client._resumable import ResumableRequest
+from kvplane_client._stubs import Stubs
+from kvplane_client.errors import KvPlaneError, error_from_rpc
+from kvplane_client.manager_types import BlockFilter, BlockInfo, ExecutorInfo, Model, RequestInfo, Stats
+from kvplane_client.many import ManyStream
+from kvplane_client.retry import Deadline, RetryListener, RetryPolicy, RetryState
+from kvplane_client.stream import GenerationStream
+from kvplane_client.types import Completion, GenerateOptions, Prompt
+
+__all__ = ["AsyncClient"]
+
+_Request = TypeVar("_Request", bound=Message)
+_Response = TypeVar("_Response", bound=Message)
+
+
+class AsyncClient:
+    """A client of one KV manager; an asynchronous context manager.
+
+    Example::
+
+        async with AsyncClient("localhost:50051") as client:
+            async for chunk in client.stream("The capital of France is", temperature=0, max_tokens=16):
+                print(chunk.text, end="")
+
+    Args:
+        target: The manager's address as host:port, or any gRPC target.
+        timeout: Seconds a call may take, retries included; for a generation, from its start to its end. None means
+            no limit. A generation's own ``deadline`` takes precedence.
+        retry: How persistently UNAVAILABLE is answered with a new attempt.
+        on_retry: Told of each pause before a new attempt.
+        credentials: For TLS. None means plain text.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        timeout: float | None = None,
+        retry: RetryPolicy | None = None,
+        on_retry: RetryListener | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self._stubs = Stubs(target, credentials)
+        self._timeout = timeout
+        self._retry = retry or RetryPolicy()
+        self._on_retry = on_retry
+        self._live: weakref.WeakValueDictionary[str, ResumableRequest] = weakref.WeakValueDictionary()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connection; unfinished requests are aborted."""
+        await self._stubs.close()
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerationStream:
+        """Generates, piece by piece.
+
+        Args:
+            prompt: Text, token ids or a conversation.
+            **options: See :class:`GenerateOptions`.
+
+        Returns:
+            An asynchronous iterator of chunks. Use it as a context manager where the loop may be left early.
+
+        Raises:
+            InvalidArgumentError: A value cannot be sent at all. Other errors come while iterating.
+        """
+        request = ResumableRequest(build_request(prompt, options))
+        self._live[request.request_id] = request
+        seconds = options.get("deadline")
+        deadline = Deadline(self._timeout if seconds is None else seconds)
+        retry = RetryState(self._retry, deadline, self._on_retry)
+        return GenerationStream(self._stubs.inference, request, retry, deadline)
+
+    async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
+        """Generates and returns the whole output.
+
+        Args:
+            prompt: Text, token ids or a conversation.
+            **options: See :class:`GenerateOptions`.
+
+        Raises:
+            KvPlaneError: The request failed.
+        """
+        async with self.stream(prompt, **options) as stream:
+            return await stream.completion()
+
+    def many(self) -> ManyStream:
+        """Opens a stream that multiplexes any number of requests: for gateways and batches."""
+        return ManyStream(self._stubs.inference, self._new_retry, self._timeout)
+
+    async def generate_batch(
+        self, prompts: Iterable[Prompt], *, max_in_flight: int = 256, **options: Unpack[GenerateOptions]
+    ) -> list[Completion | KvPlaneError]:
+        """Generates for many prompts on one stream.
+
+        Args:
+            prompts: The prompts.
+            max_in_flight: How many requests to have on the server at once, at least 1; it may refuse too many.
+            **options: For every prompt; see :class:`GenerateOptions`. ``request_id`` is a prefix (``id-0``, ``id-1``,
+                …) and ``deadline`` holds for the batch.
+
+        Returns:
+            For each prompt, in order, its completion or the error that ended it and nothing else.
+
+        Raises:
+            ValueError: max_in_flight is below 1.
+        """
+        if max_in_flight < 1:
+            raise ValueError(f"max_in_flight: expected at least 1, got {max_in_flight}")
+        seconds = options.pop("deadline", None)
+        deadline = Deadline(self._timeout if seconds is None else seconds)
+        prefix = options.pop("request_id", None)
+        gate = asyncio.Semaphore(max_in_flight)
+        async with self.many() as many:
+
+            async def run_one(index: int, prompt: Prompt) -> Completion | KvPlaneError:
+                own_id = f"{prefix}-{index}" if prefix else None
+                async with gate:
+                    own = GenerateOptions(**options, request_id=own_id, deadline=deadline.remaining())
+                    try:
+                        return await many.submit(prompt, **own).completion()
+                    except KvPlaneError as error:
+                        return error
+
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(run_one(index, prompt)) for index, prompt in enumerate(prompts)]
+        return [task.result() for task in tasks]
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its stream gets a last chunk with finish_reason ABORT.
+
+        Args:
+            request_id: As given or reported. A stream of this client that was resumed is found by its first id.
+
+        Raises:
+            NotFoundError: No such request is waiting or running.
+        """
+        live = self._live.get(request_id)
+        wire_id = live.wire_id if live is not None else request_id
+        await self._unary(self._stubs.inference.Abort, inference_pb.AbortRequest(request_id=wire_id))
+
+    async def get_model(self) -> Model:
+        """Returns the model being served."""
+        return _convert.model_from(await self._unary(self._stubs.inference.GetModel, inference_pb.GetModelRequest()))
+
+    async def get_stats(self) -> Stats:
+        """Returns the manager's counters and gauges, all of one moment."""
+        return _convert.stats_from(await self._unary(self._stubs.manager.GetStats, manager_pb.GetStatsRequest()))
+
+    async def list_requests(
+        self, *, include_finished: bool = False, request_id: str = "", page_size: int = 0
+    ) -> AsyncIterator[RequestInfo]:
+        """Lists requests, oldest arrival first, fetching page after page as they are consumed.
+
+        Args:
+            include_finished: Adds those that finished lately.
+            request_id: Selects one request.
+            page_size: Requests to fetch at a time, at most 1,000; 0 leaves it to the server.
+        """
+        request = manager_pb.ListRequestsRequest(
+            include_finished=include_finished, request_id=request_id, page_size=page_size
+        )
+        while True:
+            page = await self._unary(self._stubs.manager.ListRequests, request)
+            for info in page.requests:
+                yield _convert.request_from(info)
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    async def list_blocks(
+        self, block_filter: BlockFilter = BlockFilter.ALL, *, page_size: int = 0
+    ) -> AsyncIterator[BlockInfo]:
+        """Lists blocks by block id, fetching page after page as they are consumed.
+
+        Args:
+            block_filter: Which blocks.
+            page_size: Blocks to fetch at a time, at most 10,000; 0 leaves it to the server.
+        """
+        request = manager_pb.ListBlocksRequest(filter=_convert.block_filter_to(block_filter), page_size=page_size)
+        while True:
+            page = await self._unary(self._stubs.manager.ListBlocks, request)
+            for info in page.blocks:
+                yield _convert.block_from(info)
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    async def reset_prefix_cache(self) -> int:
+        """Forgets every cached block.
+
+        Returns:
+            How many blocks lost their hash.
+
+        Raises:
+            FailedPreconditionError: A request holds blocks.
+        """
+        request = manager_pb.ResetPrefixCacheRequest()
+        return (await self._unary(self._stubs.manager.ResetPrefixCache, request)).blocks_forgotten
+
+    async def list_executors(self) -> Sequence[ExecutorInfo]:
+        """Returns the executors whose lease is valid, in order of registration."""
+        response = await self._unary(self._stubs.registry.ListExecutors, registry_pb.ListExecutorsRequest())
+        return [_convert.executor_from(info) for info in response.executors]
+
+    async def wait_ready(self, timeout: float | None = None) -> Model:  # noqa: ASYNC109 - bounds polling, not one await
+        """Waits until the manager is reachable, healthy and serves a model.
+
+        Args:
+            timeout: Seconds; None waits for ever.
+
+        Returns:
+            The model being served.
+
+        Raises:
+            UnavailableError: It is not ready in time; the message says what it was waiting for.
+        """
+        return _convert.model_from(await wait_until_ready(self._stubs, Deadline(timeout)))
+
+    def _new_retry(self, deadline: float | None) -> RetryState:
+        return RetryState(self._retry, Deadline(deadline), self._on_retry)
+
+    async def _unary(
+        self, method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response], request: _Request
+    ) -> _Response:
+        """Calls a method, again after UNAVAILABLE."""
+        deadline = Deadline(self._timeout)
+        retry = RetryState(self._retry, deadline, self._on_retry)
+        while True:
+            try:
+                return await method(request, timeout=deadline.remaining())
+            except grpc.aio.AioRpcError as rpc_error:
+                await retry.pause_or_raise(error_from_rpc(rpc_error))

@@ -1,0 +1,161 @@
+"""``kvplane chat``: a conversation in the terminal, or one answer to what comes on standard input."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.markup import escape
+
+from kvplane_client.cli import options as opt
+from kvplane_client.cli.generate import given
+from kvplane_client.cli.output import err_console, print_json, write_text
+from kvplane_client.cli.session import CommandError, generation_session
+from kvplane_client.client import Client
+from kvplane_client.errors import KvPlaneError
+from kvplane_client.types import ChatMessage, GenerateOptions
+
+__all__ = ["chat"]
+
+_HELP = """Talk with the model. Needs a model with a chat template.
+
+In the terminal: /exit or Ctrl-D leaves, /reset starts over, Ctrl-C stops an answer (at the prompt it leaves).
+With standard input redirected, the whole input is one message and the answer is printed.
+
+Examples:
+
+  kvplane chat --system "You are a pirate." --temperature 0.7
+
+  echo "What is a KV cache?" | kvplane chat -n 100
+"""
+_COMMANDS = "/exit leaves, /reset starts over, /help shows this; Ctrl-C stops an answer, Ctrl-D leaves"
+
+
+@dataclass
+class _Conversation:
+    """What was said, and how to go on.
+
+    Attributes:
+        client: The connection.
+        options: Sampling and stopping.
+        as_json: Print chunks as JSON lines.
+        system: The system message, or None.
+        messages: The turns so far.
+    """
+
+    client: Client
+    options: GenerateOptions
+    as_json: bool
+    system: str | None
+    messages: list[ChatMessage] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Forgets the turns."""
+        self.messages = [ChatMessage("system", self.system)] if self.system is not None else []
+
+    def answer(self, text: str) -> None:
+        """Sends a message and prints the answer; both become part of the conversation once the answer ended.
+
+        An interrupted answer stays in the conversation as far as it got.
+        """
+        question = ChatMessage("user", text)
+        pieces: list[str] = []
+        try:
+            with self.client.stream([*self.messages, question], **self.options) as output:
+                for chunk in output:
+                    pieces.append(chunk.text)
+                    if self.as_json:
+                        print_json(chunk)
+                    else:
+                        write_text(chunk.text)
+        finally:
+            if not self.as_json:
+                write_text("\n")
+            if pieces:
+                self.messages += [question, ChatMessage("assistant", "".join(pieces))]
+
+
+def chat(
+    *,
+    system: opt.System = None,
+    temperature: opt.Temperature = None,
+    top_k: opt.TopK = None,
+    top_p: opt.TopP = None,
+    min_p: opt.MinP = None,
+    repetition_penalty: opt.RepetitionPenalty = None,
+    presence_penalty: opt.PresencePenalty = None,
+    frequency_penalty: opt.FrequencyPenalty = None,
+    seed: opt.Seed = None,
+    max_tokens: opt.MaxTokens = None,
+    stop: opt.Stop = None,
+    server: opt.Server = "localhost:50051",
+    wait: opt.Wait = 0,
+    as_json: opt.JsonFlag = False,
+) -> None:
+    """Talk with the model; the help text is _HELP."""
+    options = given(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop=stop,
+    )
+    with generation_session(server, as_json=as_json, wait=wait) as (client, model):
+        if not model.has_chat_template:
+            raise CommandError(f"model {model.name} has no chat template: use `kvplane generate`")
+        conversation = _Conversation(client, options, as_json, system)
+        conversation.reset()
+        if sys.stdin.isatty():
+            err_console().print(f"[dim]{escape(model.name)} on {escape(server)}. {_COMMANDS}[/dim]")
+            _loop(conversation, err_console())
+        else:
+            _answer_stdin(conversation)
+
+
+chat.__doc__ = _HELP
+
+
+def _answer_stdin(conversation: _Conversation) -> None:
+    text = sys.stdin.read().strip()
+    if not text:
+        raise CommandError("expected a message on standard input, got nothing")
+    conversation.answer(text)
+
+
+def _loop(conversation: _Conversation, console: Console) -> None:
+    """Reads and answers until the user leaves."""
+    while True:
+        try:
+            line = input(">>> ").strip()
+        except EOFError:
+            write_text("\n")
+            return
+        match line:
+            case "":
+                continue
+            case "/exit" | "/quit":
+                return
+            case "/reset":
+                conversation.reset()
+            case "/help":
+                console.print(f"[dim]{_COMMANDS}[/dim]")
+            case _ if line.startswith("/"):
+                console.print(f"[dim]unknown command {escape(line.split()[0])}: {_COMMANDS}[/dim]")
+            case _:
+                _turn(conversation, line, console)
+
+
+def _turn(conversation: _Conversation, line: str, console: Console) -> None:
+    """Answers one line; an error or an interrupt ends the answer, not the conversation."""
+    try:
+        conversation.answer(line)
+    except KvPlaneError as error:
+        console.print(f"[bold red]error:[/bold red] {escape(error.message)}")
+    except KeyboardInterrupt:
+        console.print("[dim]stopped[/dim]")

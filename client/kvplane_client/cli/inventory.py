@@ -1,0 +1,132 @@
+"""``kvplane requests`` and ``kvplane blocks``: who holds which blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvplane_client.cli import options as opt
+from kvplane_client.cli.output import out_console, print_json, ranges
+from kvplane_client.cli.session import session
+from kvplane_client.manager_types import BlockFilter, BlockInfo, RequestInfo
+
+__all__ = ["blocks", "requests"]
+
+_MAP_WIDTH = 64
+_LEGEND = "█ used and cached  ▓ used  ? used, not yet acknowledged  ░ free and cached  · free"
+
+
+def requests(
+    request_id: Annotated[str, typer.Argument(help="Show this request only.")] = "",
+    include_finished: Annotated[bool, typer.Option("--all", "-a", help="Add requests that finished lately.")] = False,
+    server: opt.Server = "localhost:50051",
+    wait: opt.Wait = 0,
+    as_json: opt.JsonFlag = False,
+) -> None:
+    """List requests with their block tables, oldest first. Prompts and outputs are never shown.
+
+    A block id in two tables is a block that two requests share.
+
+    Examples:
+      kvplane requests --all
+
+      kvplane requests req-4f2a --json | jq '.requests[0].block_table'
+    """
+    with session(server, as_json=as_json, wait=wait) as client:
+        infos = list(client.list_requests(include_finished=include_finished, request_id=request_id))
+    if as_json:
+        print_json({"requests": [dataclasses.asdict(info) for info in infos]})
+    elif not infos:
+        out_console().print("no requests" if include_finished else "no requests; --all adds those that finished lately")
+    else:
+        out_console().print(_request_table(infos))
+
+
+def _request_table(infos: Sequence[RequestInfo]) -> Table:
+    table = Table("request", "status", box=None)
+    for name in ("age", "prompt", "cached", "output", "computed", "preempted"):
+        table.add_column(name, justify="right")
+    table.add_column("blocks", overflow="fold")
+    for info in infos:
+        status = f"{info.status} ({info.finish_reason})" if info.finish_reason else str(info.status)
+        counts = (
+            info.num_prompt_tokens,
+            info.num_cached_tokens,
+            info.num_output_tokens,
+            info.num_computed_tokens,
+            info.num_preemptions,
+        )
+        age = f"{info.age_seconds:.1f} s"
+        table.add_row(info.request_id, status, age, *(str(count) for count in counts), ranges(info.block_table))
+    return table
+
+
+def blocks(
+    block_filter: Annotated[
+        BlockFilter, typer.Option("--filter", "-f", help="Which blocks to show.", case_sensitive=False)
+    ] = BlockFilter.ALL,
+    show_list: Annotated[bool, typer.Option("--list", "-l", help="One line a block instead of the map.")] = False,
+    server: opt.Server = "localhost:50051",
+    wait: opt.Wait = 0,
+    as_json: opt.JsonFlag = False,
+) -> None:
+    """Show the block pool: a map with one character a block, or a list with hashes and reference counts.
+
+    Examples:
+      kvplane blocks
+
+      kvplane blocks --filter cached --list
+
+      kvplane blocks --filter used --json | jq '.blocks | length'
+    """
+    with session(server, as_json=as_json, wait=wait) as client:
+        infos = list(client.list_blocks(block_filter))
+    if as_json:
+        print_json({"blocks": [dataclasses.asdict(info) for info in infos]})
+    elif not infos:
+        out_console().print(f"no blocks ({block_filter})")
+    elif show_list:
+        out_console().print(_block_table(infos))
+    else:
+        _print_map(infos, out_console())
+
+
+def _block_table(infos: Sequence[BlockInfo]) -> Table:
+    table = Table("block", "references", "state", "hash", box=None)
+    for info in infos:
+        table.add_row(str(info.block_id), str(info.ref_cnt), _state(info), info.block_hash or "")
+    return table
+
+
+def _state(info: BlockInfo) -> str:
+    parts = ["used" if info.ref_cnt else "free"]
+    if info.block_hash is not None:
+        parts.append("cached")
+    if info.provisional:
+        parts.append("provisional")
+    return ", ".join(parts)
+
+
+def _print_map(infos: Sequence[BlockInfo], console: Console) -> None:
+    """Prints one character a block, each line led by the id of its first place; a gap is a block not selected."""
+    symbols = {info.block_id: _symbol(info) for info in infos}
+    for first in sorted({(block_id - 1) // _MAP_WIDTH * _MAP_WIDTH + 1 for block_id in symbols}):
+        line = "".join(symbols.get(block_id, " ") for block_id in range(first, first + _MAP_WIDTH))
+        console.print(f"{first:>7} {line}".rstrip(), markup=False)
+    used = sum(1 for info in infos if info.ref_cnt)
+    cached = sum(1 for info in infos if info.block_hash is not None)
+    console.print(_LEGEND, style="dim", markup=False)
+    console.print(f"{len(infos)} blocks: {used} used, {len(infos) - used} free, {cached} cached", markup=False)
+
+
+def _symbol(info: BlockInfo) -> str:
+    if info.provisional:
+        return "?"
+    if info.ref_cnt:
+        return "█" if info.block_hash is not None else "▓"
+    return "░" if info.block_hash is not None else "·"

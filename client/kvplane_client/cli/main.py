@@ -1,0 +1,70 @@
+"""The ``kvplane`` command: its sub-commands put together.
+
+Station: the console script calls ``app``.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Annotated
+
+import grpc
+import typer
+
+from kvplane_client._version import __version__
+from kvplane_client.cli import chat, generate, inventory, model, options, stats, up
+from kvplane_client.cli.output import print_json
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="kvplane",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help=(
+        "LLM inference with a KV manager you can look into.\n\n"
+        "Start with `kvplane up`, then in another terminal `kvplane chat`.\n\n"
+        "Exit codes: 0 done, 1 error, 2 wrong usage, 3 server unavailable, 130 interrupted."
+    ),
+)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Holds the options of the command itself; the help text is the app's."""
+
+
+@app.command()
+def version(as_json: options.JsonFlag = False) -> None:
+    """Print the versions of KVPlane, Python and gRPC."""
+    versions = {"kvplane": __version__, "python": platform.python_version(), "grpc": str(grpc.__version__)}
+    if as_json:
+        print_json(versions)
+    else:
+        typer.echo(" ".join(f"{name} {number}" for name, number in versions.items()))
+
+
+app.command()(up.up)
+app.command()(generate.generate)
+app.command()(chat.chat)
+app.command()(stats.stats)
+app.command()(inventory.requests)
+app.command()(inventory.blocks)
+app.command()(stats.executors)
+app.command()(stats.abort)
+app.command("reset-cache")(stats.reset_cache)
+app.add_typer(model.app, name="model")
+
+if __name__ == "__main__":
+    app()

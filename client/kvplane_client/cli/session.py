@@ -1,0 +1,117 @@
+"""Connecting to the server, and turning what goes wrong into a message and an exit code.
+
+Station: every command that talks to a server runs inside one of these contexts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import typer
+from rich.markup import escape
+
+from kvplane_client.cli.output import err_console, error_document, print_json
+from kvplane_client.client import Client
+from kvplane_client.errors import KvPlaneError, UnavailableError
+from kvplane_client.manager_types import Model
+from kvplane_client.retry import NO_RETRY, RetryPolicy
+
+__all__ = [
+    "EXIT_ERROR",
+    "EXIT_INTERRUPTED",
+    "EXIT_UNAVAILABLE",
+    "CommandError",
+    "generation_session",
+    "quiet_grpc",
+    "reported",
+    "session",
+]
+
+EXIT_ERROR = 1
+EXIT_UNAVAILABLE = 3
+EXIT_INTERRUPTED = 130
+
+
+class CommandError(Exception):
+    """Something a command expected to be able to do did not work. The message says what to do about it."""
+
+
+@contextmanager
+def reported(as_json: bool, server: str = "") -> Iterator[None]:
+    """Reports expected errors on stderr and exits with the code that belongs to them.
+
+    Args:
+        as_json: Report as a JSON document.
+        server: The address, for the advice that comes with an unreachable server.
+    """
+    try:
+        yield
+    except UnavailableError as error:
+        advice = (
+            f"no server at {server}? Start one with `kvplane up`, wait for it with --wait, or name another: --server"
+        )
+        _fail(EXIT_UNAVAILABLE, error.message, error_document(error), as_json, advice)
+    except KvPlaneError as error:
+        _fail(EXIT_ERROR, error.message, error_document(error), as_json, error.reason)
+    except CommandError as error:
+        _fail(EXIT_ERROR, str(error), _plain_document("FAILED", str(error)), as_json)
+    except KeyboardInterrupt:
+        _fail(EXIT_INTERRUPTED, "interrupted", _plain_document("CANCELLED", "interrupted"), as_json)
+
+
+@contextmanager
+def session(server: str, *, as_json: bool, wait: float) -> Iterator[Client]:
+    """Connects for a command that asks and shows: it fails at once where the server does.
+
+    Args:
+        server: The address.
+        as_json: Report errors as JSON.
+        wait: Seconds to wait for the server to become ready; 0 does not wait.
+    """
+    quiet_grpc()
+    with reported(as_json, server), Client(server, retry=NO_RETRY) as client:
+        if wait > 0:
+            client.wait_ready(wait)
+        yield client
+
+
+@contextmanager
+def generation_session(server: str, *, as_json: bool, wait: float) -> Iterator[tuple[Client, Model]]:
+    """Connects for a command that generates: once the server has answered, a break is survived.
+
+    Args:
+        server: The address.
+        as_json: Report errors as JSON.
+        wait: Seconds to wait for the server to become ready; 0 does not wait.
+    """
+    with session(server, as_json=as_json, wait=wait) as probe:
+        model = probe.get_model()
+        with Client(server, retry=RetryPolicy(), on_retry=_say_retry) as client:
+            yield client, model
+
+
+def _say_retry(error: KvPlaneError, pause: float) -> None:
+    err_console().print(f"[dim]connection lost, trying again in {pause:.1f} s: {escape(error.message)}[/dim]")
+
+
+def _plain_document(code: str, message: str) -> dict[str, object]:
+    return {"error": {"code": code, "reason": "", "message": message, "metadata": {}, "retry_delay": None}}
+
+
+def _fail(exit_code: int, message: str, document: dict[str, object], as_json: bool, advice: str = "") -> NoReturn:
+    if as_json:
+        print_json(document, to_stderr=True)
+    else:
+        console = err_console()
+        console.print(f"[bold red]error:[/bold red] {escape(message)}")
+        if advice:
+            console.print(f"[dim]{escape(advice)}[/dim]")
+    raise typer.Exit(exit_code)
+
+
+def quiet_grpc() -> None:
+    """Keeps gRPC's own log lines, which describe its connections, away from the user's terminal."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -1,0 +1,130 @@
+"""``kvplane stats``, ``executors``, ``abort`` and ``reset-cache``: the manager as a whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from kvplane_client.cli import options as opt
+from kvplane_client.cli.output import out_console, print_json
+from kvplane_client.cli.session import session
+from kvplane_client.manager_types import PoolStats, Stats
+
+__all__ = ["abort", "executors", "reset_cache", "stats"]
+
+
+def stats(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: opt.JsonFlag = False) -> None:
+    """Show what the manager is doing: requests, block pool, prefix cache, steps.
+
+    Counters run since the manager started.
+
+    Examples:
+      kvplane stats
+
+      kvplane stats --json | jq '.pool.free_blocks'
+    """
+    with session(server, as_json=as_json, wait=wait) as client:
+        current = client.get_stats()
+    if as_json:
+        print_json(current)
+        return
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, value in _rows(current):
+        table.add_row(f"[dim]{name}[/dim]", value)
+    out_console().print(table)
+
+
+def _rows(current: Stats) -> list[tuple[str, str]]:
+    finished = ", ".join(f"{count} {reason}" for reason, count in sorted(current.requests_finished.items()) if count)
+    settings = current.settings
+    return [
+        ("state", f"{current.state}, up {current.uptime_seconds:.0f} s"),
+        ("requests", f"{current.requests_running} running, {current.requests_waiting} waiting"),
+        ("finished", finished or "none"),
+        ("blocks", _pool(current.pool)),
+        ("prefix cache", _hit_rate(current)),
+        ("evicted", f"{current.blocks_evicted} cached blocks"),
+        ("tokens", f"{current.tokens_generated} generated, {current.tokens_computed} computed"),
+        ("steps", f"{current.steps} done, {current.steps_failed} failed"),
+        ("preemptions", f"{current.preemptions}, and {current.reschedules} rescheduled"),
+        ("policy", f"{settings.policy}, prefix caching {'on' if settings.enable_prefix_caching else 'off'}"),
+        (
+            "limits",
+            f"{settings.max_num_seqs} running, {settings.max_waiting} waiting, "
+            f"{settings.max_num_batched_tokens} tokens a step",
+        ),
+    ]
+
+
+def _pool(pool: PoolStats | None) -> str:
+    if pool is None:
+        return "no pool before an executor is ready"
+    used = pool.num_blocks - pool.free_blocks
+    share = used / pool.num_blocks if pool.num_blocks else 0.0
+    return f"{used} of {pool.num_blocks} used ({share:.0%}), {pool.cached_blocks} cached, {pool.block_size} tokens each"
+
+
+def _hit_rate(current: Stats) -> str:
+    if not current.prefix_queries:
+        return "no prompt looked up"
+    share = current.prefix_hits / current.prefix_queries
+    return f"{current.prefix_hits} of {current.prefix_queries} prompt tokens found ({share:.0%})"
+
+
+def executors(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: opt.JsonFlag = False) -> None:
+    """List the executors that hold a lease, and which of them runs the steps.
+
+    Examples:
+      kvplane executors
+
+      kvplane executors --json | jq -r '.executors[] | select(.state == "active") | .address'
+    """
+    with session(server, as_json=as_json, wait=wait) as client:
+        infos = client.list_executors()
+    if as_json:
+        print_json({"executors": [dataclasses.asdict(info) for info in infos]})
+        return
+    if not infos:
+        out_console().print("no executor is registered")
+        return
+    table = Table("executor", "address", "state", "lease", "last error", box=None)
+    for info in infos:
+        lease = f"{info.lease_remaining_seconds:.1f} s"
+        table.add_row(info.executor_id, info.address, info.state, lease, info.last_error or "")
+    out_console().print(table)
+
+
+def abort(
+    request_id: Annotated[str, typer.Argument(help="The request's id, as `kvplane requests` shows it.")],
+    server: opt.Server = "localhost:50051",
+    wait: opt.Wait = 0,
+    as_json: opt.JsonFlag = False,
+) -> None:
+    """End a request; whoever streams it gets finish_reason "abort".
+
+    Example:
+      kvplane abort req-4f2a
+    """
+    with session(server, as_json=as_json, wait=wait) as client:
+        client.abort(request_id)
+    if as_json:
+        print_json({"aborted": request_id})
+    else:
+        typer.echo(f"aborted {request_id}")
+
+
+def reset_cache(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: opt.JsonFlag = False) -> None:
+    """Forget every cached block, so that nothing computed so far is reused. Refused while a request holds blocks.
+
+    Example:
+      kvplane reset-cache
+    """
+    with session(server, as_json=as_json, wait=wait) as client:
+        forgotten = client.reset_prefix_cache()
+    if as_json:
+        print_json({"blocks_forgotten": forgotten})
+    else:
+        typer.echo(f"forgot {forgotten} cached blocks")

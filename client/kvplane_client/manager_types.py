@@ -1,0 +1,195 @@
+"""What the manager tells about itself: the served model, counters, requests, blocks and executors, as plain values.
+
+Station: the vocabulary of the inspecting calls. Nothing here knows the wire.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kvplane_client.types import FinishReason
+
+__all__ = [
+    "BlockFilter",
+    "BlockInfo",
+    "ExecutorInfo",
+    "ExecutorState",
+    "ManagerState",
+    "Model",
+    "PoolStats",
+    "RequestInfo",
+    "RequestStatus",
+    "SchedulerSettings",
+    "Stats",
+]
+
+
+class ManagerState(enum.StrEnum):
+    """Whether requests are admitted."""
+
+    NO_EXECUTOR = "no_executor"
+    SERVING = "serving"
+    DRAINING = "draining"
+    BROKEN = "broken"
+
+
+class RequestStatus(enum.StrEnum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class ExecutorState(enum.StrEnum):
+    """What the manager does with an executor."""
+
+    STANDBY = "standby"
+    CONNECTING = "connecting"
+    ACTIVE = "active"
+
+
+class BlockFilter(enum.StrEnum):
+    """Which blocks to list."""
+
+    ALL = "all"
+    USED = "used"
+    """Referenced by a request."""
+    CACHED = "cached"
+    """With a hash, so that a later request can find them."""
+    FREE = "free"
+    """Referenced by no request; a free block may be cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model being served.
+
+    Attributes:
+        name: As the executor was given it.
+        max_model_len: The most tokens of one sequence, prompt and output together.
+        vocab_size: The number of token ids.
+        eos_token_ids: They end a sequence unless ignore_eos is set.
+        max_logprobs: The most that logprobs may ask for.
+        has_chat_template: Whether a conversation may be sent.
+        has_tokenizer: Whether text may be sent.
+        dtype: The type it computes in.
+    """
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_logprobs: int
+    has_chat_template: bool
+    has_tokenizer: bool
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """The block pool.
+
+    Attributes:
+        block_size: Tokens per block.
+        num_blocks: Usable blocks.
+        free_blocks: Blocks no request references.
+        cached_blocks: Blocks with a hash, free or in use.
+        kv_epoch: Names the executor's cache content.
+    """
+
+    block_size: int
+    num_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    kv_epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """The limits the scheduler works under; the names are those of the manager's flags."""
+
+    policy: str
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_waiting: int
+    long_prefill_token_threshold: int
+    enable_prefix_caching: bool
+    queue_ahead: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """The manager at one moment; counters run since it started. The fields are those of GetStatsResponse."""
+
+    uptime_seconds: float
+    state: ManagerState
+    pool: PoolStats | None
+    requests_waiting: int
+    requests_running: int
+    requests_finished: dict[str, int]
+    steps: int
+    steps_failed: int
+    tokens_computed: int
+    tokens_generated: int
+    preemptions: int
+    reschedules: int
+    prefix_queries: int
+    prefix_hits: int
+    blocks_evicted: int
+    settings: SchedulerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """One request; the fields are those of the wire's RequestInfo. It never shows prompts or token ids."""
+
+    request_id: str
+    status: RequestStatus
+    priority: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    block_table: tuple[int, ...]
+    age_seconds: float
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """One block.
+
+    Attributes:
+        block_id: Its index in the executor's cache.
+        ref_cnt: How many requests reference it.
+        block_hash: The chain hash in hexadecimal, or None when it is not cached.
+        provisional: The step that fills it has not been acknowledged.
+    """
+
+    block_id: int
+    ref_cnt: int
+    block_hash: str | None
+    provisional: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorInfo:
+    """One registered executor.
+
+    Attributes:
+        executor_id: Unique to one run of it.
+        address: Where the manager reaches it.
+        state: What the manager does with it.
+        lease_remaining_seconds: How long its lease lasts.
+        last_error: Why the last attempt to use it failed, or None.
+    """
+
+    executor_id: str
+    address: str
+    state: ExecutorState
+    lease_remaining_seconds: float
+    last_error: str | None

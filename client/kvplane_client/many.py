@@ -1,0 +1,233 @@
+"""Many requests on one stream, resumed together when it breaks.
+
+Station: what ``AsyncClient.many`` returns. It calls InferenceService.GenerateMany: one runner task owns the call, reads
+its responses and hands each output to the request it belongs to. Requests are tracked by the id of their current
+attempt; a piece for an id that is not tracked belongs to a request nobody waits for any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeAlias, Unpack
+
+import grpc
+import grpc.aio
+from kvplane.kvmanager.v1 import inference_service_pb2 as pb
+
+from kvplane_client._request_builder import build_request
+from kvplane_client._resumable import ResumableRequest
+from kvplane_client.errors import (
+    AlreadyExistsError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InternalError,
+    KvPlaneError,
+    RequestCancelledError,
+    error_from_rpc,
+    error_from_wire,
+)
+from kvplane_client.many_request import ManyRequest
+from kvplane_client.retry import RetryState
+from kvplane_client.types import GenerateOptions, Prompt
+
+if TYPE_CHECKING:
+    from kvplane.kvmanager.v1.inference_service_pb2_grpc import InferenceServiceAsyncStub
+
+__all__ = ["ManyStream"]
+
+_Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.GenerateManyRequest, pb.GenerateManyResponse]"
+RetryFactory: TypeAlias = Callable[[float | None], RetryState]
+"""Makes the retry state of a call from its deadline in seconds."""
+
+
+class ManyStream:
+    """Any number of requests multiplexed over one call; a context manager.
+
+    A broken call is made anew and every unfinished request goes on where it was. Leaving the context aborts what is
+    unfinished.
+
+    Args:
+        stub: The service.
+        new_retry: Makes the retry state of the stream and of each request.
+        default_deadline: Seconds for a request that names none; None means no deadline.
+    """
+
+    def __init__(
+        self, stub: InferenceServiceAsyncStub, new_retry: RetryFactory, default_deadline: float | None
+    ) -> None:
+        self._stub = stub
+        self._new_retry = new_retry
+        self._default_deadline = default_deadline
+        self._requests: dict[str, ManyRequest] = {}
+        self._orders: asyncio.Queue[pb.GenerateManyRequest] | None = None
+        self._runner: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def submit(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> ManyRequest:
+        """Starts a request.
+
+        Args:
+            prompt: Text, token ids or a conversation.
+            **options: See :class:`GenerateOptions`.
+
+        Returns:
+            The request, to iterate over.
+
+        Raises:
+            InvalidArgumentError: A value cannot be sent at all; others are refused through the request.
+            AlreadyExistsError: The id belongs to an unfinished request of this stream.
+            FailedPreconditionError: The stream is closed.
+        """
+        if self._closed:
+            raise FailedPreconditionError("the stream is closed: open another with many()")
+        state = ResumableRequest(build_request(prompt, options))
+        if any(request.request_id == state.request_id for request in self._requests.values()):
+            raise AlreadyExistsError(f"request_id {state.request_id!r} is unfinished on this stream: choose another")
+        deadline = options.get("deadline")
+        deadline = self._default_deadline if deadline is None else deadline
+        request = ManyRequest(state, self._new_retry(deadline), self.abort)
+        self._requests[state.wire_id] = request
+        if deadline is not None:
+            request.expiry = asyncio.get_running_loop().call_later(deadline, self._expire, request)
+        self._send(request)
+        if self._runner is None or self._runner.done():
+            self._runner = asyncio.create_task(self._run(), name="kvplane-many")
+        return request
+
+    def abort(self, request: ManyRequest) -> None:
+        """Ends one request of this stream; one that is over is left alone."""
+        if self._requests.get(request.state.wire_id) is request:
+            request.abort_asked = True
+            if request.sent:
+                self._order(pb.GenerateManyRequest(abort_request_id=request.state.wire_id))
+
+    async def aclose(self) -> None:
+        """Ends the stream and every unfinished request. May be called any number of times."""
+        self._closed = True
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.cancel()
+            await asyncio.wait({runner})
+            if not runner.cancelled() and (failure := runner.exception()) is not None:
+                raise failure
+        self._fail_all(RequestCancelledError("the stream was closed before the request had finished"))
+
+    async def _run(self) -> None:
+        """Makes the call, and makes it anew while requests are unfinished and the policy allows."""
+        retry = self._new_retry(None)
+        while True:
+            error = await self._one_call(retry)
+            if not self._requests:
+                return
+            try:
+                await retry.pause_or_raise(error)
+            except KvPlaneError:
+                self._fail_all(error)
+                return
+            for request in list(self._requests.values()):
+                if request.sent:
+                    self._renew(request, error)
+
+    async def _one_call(self, retry: RetryState) -> KvPlaneError:
+        """Serves one call until it ends and returns why it did."""
+        call = self._stub.GenerateMany()
+        self._orders = asyncio.Queue()
+        for request in self._requests.values():
+            self._send(request)
+        writer = asyncio.create_task(_write(call, self._orders), name="kvplane-many-writer")
+        try:
+            while isinstance(response := await call.read(), pb.GenerateManyResponse):
+                self._dispatch(response, retry)
+            return InternalError("the server ended the stream before its requests had finished")
+        except grpc.aio.AioRpcError as rpc_error:
+            return error_from_rpc(rpc_error)
+        finally:
+            self._orders = None
+            writer.cancel()
+            call.cancel()
+            await asyncio.wait({writer})
+            if not writer.cancelled():
+                writer.result()
+
+    def _dispatch(self, response: pb.GenerateManyResponse, retry: RetryState) -> None:
+        for output in response.outputs:
+            request = self._requests.get(output.request_id)
+            if request is None:
+                continue
+            if output.token_ids:
+                retry.progressed()
+                request.retry.progressed()
+            chunk = request.state.accept(output)
+            if request.state.finished:
+                self._forget(request)
+            request.put(chunk)
+        for failure in response.errors:
+            request = self._requests.get(failure.request_id)
+            if request is not None:
+                self._request_failed(request, error_from_wire(failure.error))
+
+    def _request_failed(self, request: ManyRequest, error: KvPlaneError) -> None:
+        pause = request.retry.next_pause(error)
+        if pause is None:
+            self._end(request, error)
+            return
+        self._renew(request, error)
+        asyncio.get_running_loop().call_later(pause, self._send, request)
+
+    def _renew(self, request: ManyRequest, error: KvPlaneError) -> None:
+        """Prepares a request's next attempt."""
+        del self._requests[request.state.wire_id]
+        request.state.prepare_retry(error)
+        self._requests[request.state.wire_id] = request
+        request.sent = False
+
+    def _send(self, request: ManyRequest) -> None:
+        """Sends a request's current attempt, once; without a call it waits for the next one."""
+        live = self._requests.get(request.state.wire_id) is request
+        if self._orders is None or request.sent or not live:
+            return
+        request.sent = True
+        self._order(pb.GenerateManyRequest(generate=request.state.attempt()))
+        if request.abort_asked:
+            self._order(pb.GenerateManyRequest(abort_request_id=request.state.wire_id))
+
+    def _order(self, order: pb.GenerateManyRequest) -> None:
+        if self._orders is not None:
+            self._orders.put_nowait(order)
+
+    def _expire(self, request: ManyRequest) -> None:
+        self.abort(request)
+        self._end(request, DeadlineExceededError(f"request {request.request_id!r}: its deadline passed"))
+
+    def _end(self, request: ManyRequest, error: KvPlaneError) -> None:
+        self._forget(request)
+        request.put(error)
+
+    def _forget(self, request: ManyRequest) -> None:
+        del self._requests[request.state.wire_id]
+        if request.expiry is not None:
+            request.expiry.cancel()
+
+    def _fail_all(self, error: KvPlaneError) -> None:
+        for request in list(self._requests.values()):
+            self._end(request, error)
+
+
+async def _write(call: _Call, orders: asyncio.Queue[pb.GenerateManyRequest]) -> None:
+    """Writes orders until the call ends; why it ended is the reader's to tell."""
+    while True:
+        order = await orders.get()
+        try:
+            await call.write(order)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return
