@@ -7,8 +7,7 @@ Station: made by `Scheduler.add_request` from a `NewRequest`; read and written b
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_hash import BlockHash, KeyDomain, encode_extra_keys
@@ -20,7 +19,10 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a token is chosen; every value explicit. Ranges are those of `TokenSampling` in the executor's proto."""
+    """How a token is chosen; every value explicit. Ranges are those of `TokenSampling` in the executor's proto.
+
+    `logit_bias` is pairs of token id and bias. Hashable: a step sends each distinct set of parameters once.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
@@ -29,7 +31,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: tuple[tuple[int, float], ...] = ()
     num_logprobs: int = -1
 
     @property
@@ -133,6 +135,7 @@ class Request:
         num_computed_tokens: tokens whose K/V is computed or being computed by an outstanding step.
         blocks: the block table.
         block_id_bytes: the table's block ids as on the wire, little-endian int32.
+        last_block_id_bytes: the table it held when it ended.
         block_hashes: chain hashes of the full blocks of known tokens.
         contents: verified contents of the table's first blocks, those that are cached.
         is_cacheable: False once a hash collision kept a block out of the cache; its successors have no verified parent.
@@ -158,6 +161,7 @@ class Request:
         "finish_reason",
         "incarnation",
         "is_cacheable",
+        "last_block_id_bytes",
         "last_sample_index",
         "last_step_id",
         "max_total_tokens",
@@ -200,6 +204,7 @@ class Request:
 
         self.blocks: list[KVCacheBlock] = []
         self.block_id_bytes = bytearray()
+        self.last_block_id_bytes = b""
         self.block_hashes: list[BlockHash] = []
         self.contents: list[BlockContent] = []
         self.is_cacheable = True

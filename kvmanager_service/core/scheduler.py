@@ -39,10 +39,13 @@ from kvmanager_service.core.request import (
     RequestStatus,
 )
 from kvmanager_service.core.request_queue import POLICIES
-from kvmanager_service.core.step import ScheduledRow, SchedulerStats, Step, StepResult
+from kvmanager_service.core.step import BadResultError, ScheduledRow, SchedulerStats, Step, StepResult
 
 MAX_FAILED_STEPS = 3
 """A request that was in the first lost step this many times in a row is ended: it may be what breaks the executor."""
+
+KEPT_FINISHED = 256
+"""How many ended requests are kept, for those who want to look at them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ class Scheduler:
         self.waiting = POLICIES[config.policy]()
         self.running: dict[str, Request] = {}
         self.outstanding: deque[Step] = deque()
+        self.finished: deque[Request] = deque(maxlen=KEPT_FINISHED)
         self._num_requeued = 0
         self._outputs: list[RequestOutput] = []
         self._tags: list[tuple[int, BlockContent]] = []
@@ -357,7 +361,7 @@ class Scheduler:
         """Take the oldest outstanding step's result: commit what it computed, append what it sampled, stop who is done.
 
         Raises:
-            ValueError: the result is not of the oldest outstanding step, or its columns do not fit the step.
+            BadResultError: the result is not of the oldest outstanding step, or its columns do not fit the step.
         """
         step = self._check_result(result)
         self.outstanding.popleft()
@@ -383,15 +387,15 @@ class Scheduler:
         step = self.outstanding[0] if self.outstanding else None
         if step is None or step.step_id != result.step_id:
             expected = f"step {step.step_id}" if step else "no result at all"
-            raise ValueError(f"expected {expected}, got the result of step {result.step_id}")
+            raise BadResultError(f"expected {expected}, got the result of step {result.step_id}")
         if len(result.sampled) != step.num_samples or len(result.computed_upto) != len(step.rows):
-            raise ValueError(
+            raise BadResultError(
                 f"expected {step.num_samples} samples and {len(step.rows)} rows for step {step.step_id}, got "
                 f"{len(result.sampled)} and {len(result.computed_upto)}"
             )
         for index, row in enumerate(step.rows):
             if result.computed_upto[index] != row.stop and index not in result.errors:
-                raise ValueError(
+                raise BadResultError(
                     f"expected row {index} of step {step.step_id} to be computed up to {row.stop}, got "
                     f"{result.computed_upto[index]} and no row error"
                 )
@@ -452,6 +456,7 @@ class Scheduler:
     def replace_cache(self, kv: KVCacheManager) -> None:
         """The executor's cache is gone or another one: schedule everything anew on `kv`, end what can never fit it."""
         self.lose_steps()
+        self.stats.blocks_evicted += self.kv.pool.num_evictions
         self.kv = kv
         self._tags = []
         for request in list(self.requests.values()):
@@ -504,11 +509,13 @@ class Scheduler:
         del self.requests[request.request_id]
         if request.status is RequestStatus.RUNNING:
             del self.running[request.request_id]
+            request.last_block_id_bytes = bytes(request.block_id_bytes)
             self.kv.free(request)
         else:
             self._num_requeued -= request.status is RequestStatus.PREEMPTED
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
+        self.finished.append(request)
 
     # --- checks ---------------------------------------------------------------------------------------------------
 

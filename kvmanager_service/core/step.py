@@ -14,6 +14,10 @@ from kvmanager_service.core.errors import RowFailedError
 from kvmanager_service.core.request import Request, TokenLogprobs
 
 
+class BadResultError(Exception):
+    """A result does not fit the step it answers; nothing of it was used."""
+
+
 @dataclass(slots=True, eq=False)
 class ScheduledRow:
     """The next tokens of one request.
@@ -83,7 +87,10 @@ class StepResult:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counters since the scheduler was made; see `GetStatsResponse` for each."""
+    """Counters since the scheduler was made; see `GetStatsResponse` for each.
+
+    `blocks_evicted` counts the pools that were replaced; the current one counts its own.
+    """
 
     steps: int = 0
     steps_failed: int = 0
@@ -93,4 +100,5 @@ class SchedulerStats:
     reschedules: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    blocks_evicted: int = 0
     finished: dict[str, int] = field(default_factory=dict)

@@ -1,0 +1,99 @@
+"""What the engine shows of itself: plain values made from the scheduler's state, all of one moment.
+
+Station: called by `EngineLoop`, which answers servicers with it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import overload
+
+from kvmanager_service.core.block_pool import BlockPool
+from kvmanager_service.core.request import Request, RequestStatus
+from kvmanager_service.core.scheduler import Scheduler
+from kvmanager_service.engine_api import BlockView, EngineStats, ManagerState, PoolView, RequestView
+
+
+def engine_stats(uptime_seconds: float, state: ManagerState, scheduler: Scheduler | None, kv_epoch: int) -> EngineStats:
+    """Counters and gauges; without a scheduler there is nothing to count yet."""
+    if scheduler is None:
+        return EngineStats(uptime_seconds, state)
+    stats, pool = scheduler.stats, scheduler.kv.pool
+    return EngineStats(
+        uptime_seconds=uptime_seconds,
+        state=state,
+        pool=PoolView(
+            block_size=scheduler.kv.block_size,
+            num_blocks=pool.num_usable_blocks,
+            free_blocks=pool.num_free_blocks,
+            cached_blocks=pool.num_cached_blocks,
+            kv_epoch=kv_epoch,
+        ),
+        requests_waiting=len(scheduler.waiting),
+        requests_running=len(scheduler.running),
+        requests_finished=dict(stats.finished),
+        steps=stats.steps,
+        steps_failed=stats.steps_failed,
+        tokens_computed=stats.tokens_computed,
+        tokens_generated=stats.tokens_generated,
+        preemptions=stats.preemptions,
+        reschedules=stats.reschedules,
+        prefix_queries=stats.prefix_queries,
+        prefix_hits=stats.prefix_hits,
+        blocks_evicted=stats.blocks_evicted + pool.num_evictions,
+    )
+
+
+def request_views(scheduler: Scheduler, now: float, *, include_finished: bool) -> list[RequestView]:
+    """Waiting and running requests, and on demand those that ended lately, oldest arrival first.
+
+    Args:
+        scheduler: whose requests.
+        now: seconds on the clock that `NewRequest.arrival_time` was read from.
+        include_finished: add the ended ones that are kept.
+    """
+    requests = list(scheduler.requests.values())
+    if include_finished:
+        requests += scheduler.finished
+    return [_request_view(request, now) for request in sorted(requests, key=lambda request: request.arrival_seq)]
+
+
+def _request_view(request: Request, now: float) -> RequestView:
+    is_finished = request.status is RequestStatus.FINISHED
+    return RequestView(
+        request_id=request.request_id,
+        status=request.status,
+        priority=request.priority,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=request.num_output_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        num_preemptions=request.num_preemptions,
+        block_table=array("i", request.last_block_id_bytes if is_finished else bytes(request.block_id_bytes)),
+        arrival_time=request.arrival_time,
+        age_seconds=max(0.0, now - request.arrival_time),
+        finish_reason=request.finish_reason,
+    )
+
+
+class BlockViews(Sequence[BlockView]):
+    """The pool's blocks, made as they are asked for: a page of a large pool costs no more than a page."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def __len__(self) -> int:
+        return self._pool.num_usable_blocks
+
+    @overload
+    def __getitem__(self, index: int) -> BlockView: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[BlockView]: ...
+    def __getitem__(self, index: int | slice) -> BlockView | list[BlockView]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(f"expected an index below {len(self)}, got {index}")
+        block = self._pool.blocks[index + 1]
+        return BlockView(block.block_id, block.ref_cnt, block.block_hash or b"", block.provisional_step != 0)

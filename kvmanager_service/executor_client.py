@@ -1,0 +1,190 @@
+"""The manager's end of the executor's contract.
+
+Station: made by `EngineLoop` for the executor it uses; calls `ExecutorService`. It knows no request.
+
+    connect: GetModelInfo ─▶ ProfileMemory ─▶ InitializeKvCache, or ListBlockTags when the cache is already filled
+    StepStream: steps go down in order, results come back in order; the first failure ends it
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import structlog
+from kvplane.executor.v1 import executor_service_pb2 as pb
+from kvplane.executor.v1.executor_service_pb2_grpc import ExecutorServiceStub
+
+from kvmanager_service.core.block_tag import decode_tag
+from kvmanager_service.core.kv_cache_manager import TaggedBlock
+
+_log = structlog.get_logger(__name__)
+
+MAX_MESSAGE_BYTES = 256 << 20
+UNARY_TIMEOUT_S = 30.0
+PROFILE_TIMEOUT_S = 900.0
+"""A profile run is a real forward pass at the largest step; on a CPU that takes a while."""
+
+_CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class ExecutorLostError(Exception):
+    """An executor, or its stream, can not be used any more; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyExecutor:
+    """An executor whose cache stands.
+
+    Attributes:
+        info: what it said of its model.
+        kv_cache: the cache's name and size.
+        tagged: blocks it still holds from an earlier manager; None when the cache is the one the caller knew.
+    """
+
+    info: pb.GetModelInfoResponse
+    kv_cache: pb.KvCacheState
+    tagged: list[TaggedBlock] | None
+
+
+class ExecutorConnection:
+    """A channel to one executor.
+
+    Args:
+        address: host:port.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._stub: Any = ExecutorServiceStub(self._channel)
+
+    async def prepare(self, max_num_batched_tokens: int, max_num_seqs: int, known_epoch: int) -> ReadyExecutor:
+        """Bring the executor to where steps can be sent.
+
+        Args:
+            max_num_batched_tokens: most tokens of a step.
+            max_num_seqs: most rows of a step.
+            known_epoch: the cache content the caller has books on, or 0.
+
+        Raises:
+            ExecutorLostError: a call failed.
+        """
+        try:
+            info = await self._stub.GetModelInfo(
+                pb.GetModelInfoRequest(include_tokenizer_files=True), timeout=UNARY_TIMEOUT_S
+            )
+            profile = await self._stub.ProfileMemory(
+                pb.ProfileMemoryRequest(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs),
+                timeout=PROFILE_TIMEOUT_S,
+            )
+            if info.HasField("kv_cache") and info.kv_cache.kv_epoch == known_epoch:
+                return ReadyExecutor(info, info.kv_cache, None)
+            if info.HasField("kv_cache") and info.kv_cache.num_blocks == profile.num_blocks:
+                return ReadyExecutor(info, info.kv_cache, await self._list_tags(info.kv_cache.kv_epoch))
+            initialized = await self._stub.InitializeKvCache(
+                pb.InitializeKvCacheRequest(num_blocks=profile.num_blocks), timeout=UNARY_TIMEOUT_S
+            )
+            return ReadyExecutor(info, initialized.kv_cache, [])
+        except grpc.aio.AioRpcError as error:
+            raise ExecutorLostError(_describe(error)) from error
+
+    async def _list_tags(self, kv_epoch: int) -> list[TaggedBlock]:
+        tagged = []
+        async for portion in self._stub.ListBlockTags(pb.ListBlockTagsRequest(kv_epoch=kv_epoch)):
+            block_ids = memoryview(portion.block_tags.block_ids.data).cast("i")
+            for block_id, tag in zip(block_ids, portion.block_tags.tags, strict=True):
+                decoded = decode_tag(block_id, tag)
+                if decoded is not None:
+                    tagged.append(decoded)
+        return tagged
+
+    def open_stream(self, on_event: Callable[[], None]) -> StepStream:
+        """Open the stream that steps go down. `on_event` is called when a result, or the end, has come."""
+        return StepStream(self._stub.Execute(), on_event)
+
+    async def close(self) -> None:
+        """Close the channel; an open stream ends."""
+        await self._channel.close()
+
+
+class StepStream:
+    """One `Execute` stream.
+
+    Args:
+        call: the open call.
+        on_event: called, on the loop, whenever `take_results` has something new to say.
+    """
+
+    def __init__(self, call: Any, on_event: Callable[[], None]) -> None:
+        self._call = call
+        self._on_event = on_event
+        self._results: deque[pb.ExecuteResponse] = deque()
+        self._lost: ExecutorLostError | None = None
+        self._reader = asyncio.create_task(self._read(), name="step-stream-reader")
+
+    async def send(self, message: pb.ExecuteRequest) -> None:
+        """Send a step. Raises ExecutorLostError when the stream has ended."""
+        try:
+            await self._call.write(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            await self._reader
+            raise self._lost or ExecutorLostError(str(error)) from error
+
+    def take_results(self) -> list[pb.ExecuteResponse]:
+        """All results that have come since the last call, in order.
+
+        Raises:
+            ExecutorLostError: the stream has ended, and every result before that was taken.
+        """
+        if not self._results and self._lost is not None:
+            raise self._lost
+        results = list(self._results)
+        self._results.clear()
+        return results
+
+    def end(self, why: str) -> None:
+        """Give the stream up: `take_results` raises from now on."""
+        if self._lost is None:
+            self._lost = ExecutorLostError(why)
+        self._on_event()
+
+    async def close(self) -> None:
+        """Cancel the call and wait for the reader."""
+        self._call.cancel()
+        await self._reader
+
+    async def _read(self) -> None:
+        why = "the executor ended the stream"
+        try:
+            while True:
+                message = await self._call.read()
+                if message is grpc.aio.EOF:
+                    break
+                self._results.append(message)
+                self._on_event()
+            code = await self._call.code()
+            if code is not grpc.StatusCode.OK:
+                why = f"{code.name}: {await self._call.details()}"
+        except grpc.aio.AioRpcError as error:
+            why = _describe(error)
+        except asyncio.CancelledError:
+            why = "the stream was closed"
+            if not self._call.cancelled():
+                raise
+        finally:
+            self.end(why)
+
+
+def _describe(error: grpc.aio.AioRpcError) -> str:
+    return f"{error.code().name}: {error.details()}"

@@ -1,0 +1,181 @@
+"""Steps to wire messages and results back.
+
+Station: between `Scheduler` and `ExecutorConnection`. A step is turned into a message as soon as it is scheduled, while
+its requests are as the scheduler left them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from itertools import pairwise
+
+from kvplane.common.v1.common_pb2 import Int32Array
+from kvplane.executor.v1 import executor_service_pb2 as pb
+
+from kvmanager_service.core.block_tag import encode_tag
+from kvmanager_service.core.errors import RowFailedError
+from kvmanager_service.core.request import TOKEN_BYTES, Request, SamplingParams, TokenLogprobs
+from kvmanager_service.core.step import BadResultError, ScheduledRow, Step, StepResult
+
+_UNKNOWN_TOKEN = bytes(TOKEN_BYTES)
+
+
+def build_execute_request(step: Step, kv_epoch: int, block_size: int) -> pb.ExecuteRequest:
+    """Write a step down so that any executor whose blocks hold the tables' content can run it.
+
+    Args:
+        step: just scheduled.
+        kv_epoch: the content its tables speak of.
+        block_size: tokens per block.
+    """
+    query_indptr = array("i", (0,))
+    block_indptr = array("i", (0,))
+    positions = array("i")
+    last_block_len = array("i")
+    tokens: list[bytes | bytearray] = []
+    tables: list[bytearray] = []
+    num_tokens = num_blocks = 0
+    for row in step.rows:
+        request, start, stop = row.request, row.start, row.stop
+        row_blocks = (stop + block_size - 1) // block_size
+        num_tokens += stop - start
+        num_blocks += row_blocks
+        query_indptr.append(num_tokens)
+        block_indptr.append(num_blocks)
+        if stop - start == 1:
+            positions.append(start)
+        else:
+            positions.extend(range(start, stop))
+        last_block_len.append(stop - (row_blocks - 1) * block_size)
+        tokens.append(request.token_bytes[start * TOKEN_BYTES : stop * TOKEN_BYTES])
+        if row.feeds_from >= 0:
+            tokens.append(_UNKNOWN_TOKEN)
+        tables.append(request.block_id_bytes[: row_blocks * 4])
+    message = pb.ExecuteRequest(
+        step_id=step.step_id,
+        kv_epoch=kv_epoch,
+        query_indptr=_int32(query_indptr),
+        token_ids=Int32Array(data=b"".join(tokens)),
+        positions=_int32(positions),
+        block_tables=[
+            pb.BlockTables(
+                block_indptr=_int32(block_indptr),
+                block_ids=Int32Array(data=b"".join(tables)),
+                last_block_len=_int32(last_block_len),
+            )
+        ],
+    )
+    if step.feeds_from_step_id:
+        message.feeds_from_step_id = step.feeds_from_step_id
+        message.feeds_from.data = array("i", [row.feeds_from for row in step.rows]).tobytes()
+    if step.num_samples:
+        message.sampling.CopyFrom(_build_sampling([row for row in step.rows if row.sample_index >= 0], step.rows))
+    if step.tags:
+        message.block_tags.block_ids.data = array("i", [block_id for block_id, _ in step.tags]).tobytes()
+        message.block_tags.tags.extend(encode_tag(content) for _, content in step.tags)
+    return message
+
+
+def _build_sampling(sampling_rows: list[ScheduledRow], rows: list[ScheduledRow]) -> pb.SamplingBatch:
+    distinct: dict[tuple[SamplingParams, frozenset[int]], int] = {}
+    params_index = array("i")
+    seeds: list[int] = []
+    penalised: list[tuple[int, Request]] = []
+    for index, row in enumerate(sampling_rows):
+        request = row.request
+        suppressed = request.stop.stop_token_ids if row.suppress_stop else frozenset()
+        params_index.append(distinct.setdefault((request.sampling, suppressed), len(distinct)))
+        seeds.append(request.seed)
+        if request.sampling.has_penalty:
+            penalised.append((index, request))
+    batch = pb.SamplingBatch(
+        rows=_int32(array("i", [index for index, row in enumerate(rows) if row.sample_index >= 0])),
+        params=[_token_sampling(params, suppressed) for params, suppressed in distinct],
+        params_index=_int32(params_index),
+        seeds=seeds,
+    )
+    if penalised:
+        batch.penalties.CopyFrom(_build_penalties(penalised))
+    return batch
+
+
+def _token_sampling(params: SamplingParams, suppressed: Iterable[int]) -> pb.TokenSampling:
+    return pb.TokenSampling(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        suppressed_token_ids=sorted(suppressed),
+        num_logprobs=params.num_logprobs,
+    )
+
+
+def _build_penalties(penalised: list[tuple[int, Request]]) -> pb.PenaltyHistories:
+    indptr = array("i", (0,))
+    for _, request in penalised:
+        indptr.append(indptr[-1] + request.num_tokens)
+    return pb.PenaltyHistories(
+        sample_index=_int32(array("i", [index for index, _ in penalised])),
+        indptr=_int32(indptr),
+        token_ids=Int32Array(data=b"".join(request.token_bytes for _, request in penalised)),
+        prompt_lens=_int32(array("i", [request.num_prompt_tokens for _, request in penalised])),
+    )
+
+
+def read_execute_response(message: pb.ExecuteResponse) -> StepResult:
+    """Read a result. Whether it fits the step is for `Scheduler.update` to say.
+
+    Raises:
+        BadResultError: a column is not a whole number of values, or the logprobs' offsets do not fit.
+    """
+    try:
+        return _read_execute_response(message)
+    except ValueError as error:
+        raise BadResultError(f"expected a well-formed result of step {message.step_id}, got: {error}") from error
+
+
+def _read_execute_response(message: pb.ExecuteResponse) -> StepResult:
+    return StepResult(
+        step_id=message.step_id,
+        sampled=_read_int32(message.sampled_token_ids),
+        computed_upto=_read_int32(message.computed_upto),
+        logprobs=_read_logprobs(message.logprobs) if message.HasField("logprobs") else {},
+        errors={
+            error.row: RowFailedError(
+                error.reason or "ROW_FAILED", error.message or "the executor gave no reason", row=error.row
+            )
+            for error in message.row_errors
+        },
+    )
+
+
+def _read_logprobs(message: pb.LogprobsBatch) -> dict[int, TokenLogprobs]:
+    indptr = _read_int32(message.indptr)
+    token_ids = _read_int32(message.token_ids)
+    logprobs = array("f")
+    logprobs.frombytes(message.logprobs.data)
+    if list(indptr) != sorted(indptr) or (indptr and indptr[-1] != len(token_ids)) or len(token_ids) != len(logprobs):
+        raise ValueError(f"expected logprobs offsets that end at {len(token_ids)}, got {list(indptr)[-3:]}")
+    return {
+        index: TokenLogprobs(tuple(token_ids[start:stop]), tuple(logprobs[start:stop]))
+        for index, (start, stop) in enumerate(pairwise(indptr))
+        if stop > start
+    }
+
+
+def _int32(values: array[int]) -> Int32Array:
+    return Int32Array(data=values.tobytes())
+
+
+def _read_int32(column: Int32Array) -> array[int]:
+    values = array("i")
+    values.frombytes(column.data)
+    return values
+
+
+__all__ = ["build_execute_request", "read_execute_response"]

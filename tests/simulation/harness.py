@@ -1,0 +1,133 @@
+"""A scheduler and a `sim` executor in one thread, joined by real wire messages: every run of a seed is the same run."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from kvplane.executor.v1 import executor_service_pb2 as pb
+
+from executor_service.backends.sim_backend import SimBackend, SimBackendConfig
+from executor_service.input_batch import parse_step
+from executor_service.kv_session import KvSession
+from executor_service.step_response import build_response
+from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.request import FinishReason
+from kvmanager_service.core.scheduler import Scheduler, SchedulerConfig
+from kvmanager_service.step_message import build_execute_request, read_execute_response
+
+VOCAB_SIZE = 32_000
+
+
+class SimExecutor:
+    """The executor's own code without its server; steps wait in a queue, as they do in its stream."""
+
+    def __init__(self, num_blocks: int, block_size: int, config: SchedulerConfig) -> None:
+        self.session = KvSession(
+            SimBackend(
+                SimBackendConfig(
+                    max_model_len=(num_blocks - 1) * block_size,
+                    block_size=block_size,
+                    sim_num_blocks=num_blocks,
+                    sim_vocab_size=VOCAB_SIZE,
+                )
+            )
+        )
+        self.session.load()
+        self.session.profile(config.max_num_batched_tokens, config.max_num_seqs)
+        self.limits = self.session.initialize(num_blocks).limits
+        self.queue: deque[bytes] = deque()
+        self.last_sampled = np.empty(0, np.int32)
+
+    @property
+    def kv_epoch(self) -> int:
+        return self.limits.kv_epoch
+
+    def send(self, message: pb.ExecuteRequest) -> None:
+        self.queue.append(message.SerializeToString())
+
+    def compute(self) -> pb.ExecuteResponse:
+        """Run the oldest queued step."""
+        request = pb.ExecuteRequest.FromString(self.queue.popleft())
+        outcome = self.session.run(request.step_id, parse_step(request, self.limits), self.last_sampled)
+        self.last_sampled = outcome.sampled_token_ids
+        message = build_response(request.step_id, self.kv_epoch, outcome, compute_us=0, queue_us=0)
+        return pb.ExecuteResponse.FromString(message.SerializeToString())
+
+    def break_stream(self) -> None:
+        """What is queued is not run."""
+        self.queue.clear()
+        self.last_sampled = np.empty(0, np.int32)
+
+
+@dataclass
+class Produced:
+    """What a client has received of one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+
+
+class World:
+    """Everything between a client and a slot, with books on what clients have received."""
+
+    def __init__(self, num_blocks: int, block_size: int = 16, config: SchedulerConfig | None = None) -> None:
+        self.config = config or SchedulerConfig()
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.executor = SimExecutor(num_blocks, block_size, self.config)
+        self.scheduler = Scheduler(self.config, KVCacheManager(num_blocks, block_size))
+        self.produced: dict[str, Produced] = {}
+
+    def schedule(self) -> bool:
+        """Schedule and send as many steps as may be out. Returns whether any was."""
+        sent = False
+        while (step := self.scheduler.schedule()) is not None:
+            self.executor.send(build_execute_request(step, self.executor.kv_epoch, self.block_size))
+            sent = True
+        self.publish()
+        return sent
+
+    def complete(self) -> None:
+        """Compute the oldest step and take its result."""
+        self.scheduler.update(read_execute_response(self.executor.compute()))
+        self.publish()
+
+    def lose_stream(self) -> None:
+        """The stream breaks; queued steps are not run."""
+        self.executor.break_stream()
+        self.scheduler.lose_steps()
+        self.publish()
+
+    def replace_executor(self, num_blocks: int | None = None) -> None:
+        """The executor dies and another, empty one takes its place."""
+        self.num_blocks = num_blocks or self.num_blocks
+        self.executor = SimExecutor(self.num_blocks, self.block_size, self.config)
+        self.scheduler.replace_cache(KVCacheManager(self.num_blocks, self.block_size))
+        self.publish()
+
+    def publish(self) -> None:
+        for output in self.scheduler.take_outputs():
+            produced = self.produced.setdefault(output.request_id, Produced())
+            assert produced.finish_reason is None, f"{output.request_id} was told something after its end"
+            produced.token_ids += output.token_ids
+            produced.finish_reason = output.finish_reason
+            produced.error = output.error
+
+    def step(self) -> bool:
+        """One turn of the engine loop. Returns whether there was anything to do."""
+        self.schedule()
+        if self.scheduler.outstanding:
+            self.complete()
+            return True
+        return self.scheduler.has_work and self.schedule()
+
+    def run(self, max_turns: int = 100_000) -> None:
+        """Run until nothing is left to do."""
+        for _ in range(max_turns):
+            if not self.scheduler.has_work:
+                return
+            assert self.step() or not self.scheduler.has_work, "there is work and nothing was scheduled"
+        raise AssertionError(f"not done after {max_turns} turns")
