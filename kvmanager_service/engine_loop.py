@@ -161,7 +161,7 @@ class EngineLoop:
                 except ExecutorLostError as lost:
                     self._lose(executor, str(lost))
                     await asyncio.sleep(CONNECT_BACKOFF_S[min(self._failures, len(CONNECT_BACKOFF_S)) - 1])
-        except Exception:
+        except Exception:  # noqa: BLE001 - a broken invariant: tell everybody and stop admitting
             _log.exception("engine_broken", state=self._state.value, pool=self.stats().pool)
             self._set_state(ManagerState.BROKEN)
             self._fail_all(self._unavailable())
@@ -183,7 +183,7 @@ class EngineLoop:
             ready = await connection.prepare(
                 self._config.max_num_batched_tokens, self._config.max_num_seqs, self._kv_epoch
             )
-            await self._take_over(ready)
+            await self._take_over(executor, ready)
             stream = connection.open_stream(self._wake.set)
             lease = asyncio.create_task(self._watch_lease(executor.executor_id, stream), name="lease-watch")
             try:
@@ -195,15 +195,15 @@ class EngineLoop:
         finally:
             await connection.close()
 
-    async def _take_over(self, ready: ReadyExecutor) -> None:
+    async def _take_over(self, executor: RegisteredExecutor, ready: ReadyExecutor) -> None:
         """Make the books fit the executor's cache."""
         info, kv_cache = ready.info, ready.kv_cache
         if self._model is None:
             self._model = await _model_view(info)
         elif info.model_fingerprint != self._model.fingerprint:
-            raise ExecutorLostError(
-                f"expected an executor that serves {self._model.name!r}, got one with other weights: {info.model_name!r}"
-            )
+            message = f"expected an executor that serves {self._model.name!r}, got other weights: {info.model_name!r}"
+            self._registry.reject(executor.executor_id, message)
+            raise ExecutorLostError(message)
         if ready.tagged is None:
             return
         kv = KVCacheManager(kv_cache.num_blocks, kv_cache.block_size, enable_caching=self._config.enable_prefix_caching)
