@@ -1,0 +1,193 @@
+"""The manager core alone, on one core: nanoseconds per block operation, microseconds per schedule + update.
+
+    python -m benchmarks.bench_core [--json] [--rounds 7]
+
+Each figure is the median over the rounds; the spread is (max - min) / median. No wire and no executor: results are made
+up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Callable
+
+from kvmanager_service.core.block_hash import default_hash, hash_block_tokens
+from kvmanager_service.core.block_pool import BlockPool
+from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.request import NewRequest, Request, StopRules
+from kvmanager_service.core.scheduler import Scheduler, SchedulerConfig
+from kvmanager_service.core.step import Step, StepResult
+from kvmanager_service.step_message import build_execute_request
+
+BLOCK_SIZE = 16
+Figure = tuple[str, str, list[float]]
+
+
+def timed(body: Callable[[], None]) -> float:
+    """Seconds one call takes."""
+    start = time.perf_counter()
+    body()
+    return time.perf_counter() - start
+
+
+def new_request(name: str, prompt_len: int, max_tokens: int, rng: random.Random) -> NewRequest:
+    """A request with a random prompt."""
+    prompt = array("i", [rng.randrange(32_000) for _ in range(prompt_len)]).tobytes()
+    return NewRequest(name, prompt, StopRules(max_tokens=max_tokens))
+
+
+def result_of(step: Step) -> StepResult:
+    """A result an executor could have given."""
+    return StepResult(step.step_id, [7] * step.num_samples, [row.stop for row in step.rows])
+
+
+def block_operations(rounds: int) -> list[Figure]:
+    """Get 64 blocks, free them, touch them as cached ones."""
+    calls, count = 200, 64
+    pool = BlockPool(1 + calls * count)
+    get, free, touch = [], [], []
+    for _ in range(rounds):
+        taken: list[list] = []
+        get.append(timed(lambda: taken.extend(pool.get_new_blocks(count) for _ in range(calls))) / calls / count * 1e9)  # noqa: B023
+        for batch in taken:
+            for block in batch:
+                if block.content is None:
+                    pool.cache_full_block(block, block.block_id.to_bytes(16, "little"), None, b"x" * 64, b"")
+
+        def free_all(taken: list[list] = taken) -> None:
+            for batch in taken:
+                pool.free_blocks(reversed(batch))
+
+        def touch_all(taken: list[list] = taken) -> None:
+            for batch in taken:
+                pool.touch(batch)
+
+        free.append(timed(free_all) / calls / count * 1e9)
+        touch.append(timed(touch_all) / calls / count * 1e9)
+        free_all()
+        pool.reset_prefix_cache()
+    return [
+        ("get 64 blocks, per block", "ns", get),
+        ("free 64 blocks, per block", "ns", free),
+        ("touch 64 blocks, per block", "ns", touch),
+    ]
+
+
+def hashing(rounds: int) -> list[Figure]:
+    """Hash a block of 16 tokens after its parent."""
+    tokens, parent, calls = bytes(64), bytes(16), 20_000
+
+    def body() -> None:
+        for _ in range(calls):
+            hash_block_tokens(default_hash, parent, tokens)
+
+    return [("hash a 16-token block", "ns", [timed(body) / calls * 1e9 for _ in range(rounds)])]
+
+
+def admission(rounds: int) -> list[Figure]:
+    """Create, hash and admit a request of 1,024 tokens, cold and with 1,008 of them cached."""
+    rng, count = random.Random(0), 50
+    cold, warm = [], []
+    for _ in range(rounds):
+        kv = KVCacheManager(count * 65 + 1, BLOCK_SIZE)
+        prompts = [new_request(f"r{index}", 1024, 16, rng) for index in range(count)]
+
+        def admit(kv: KVCacheManager = kv, prompts: list[NewRequest] = prompts) -> list[Request]:
+            requests = []
+            for sequence, new in enumerate(prompts):
+                request = Request(new, sequence)
+                hits = kv.get_computed_blocks(request)
+                kv.allocate_slots(request, request.num_tokens, hits)
+                request.num_computed_tokens = request.num_tokens
+                kv.cache_blocks(request, 1)
+                requests.append(request)
+            return requests
+
+        start = time.perf_counter()
+        requests = admit()
+        cold.append((time.perf_counter() - start) / count * 1e6)
+        kv.pool.commit_step(1)
+        for request in requests:
+            kv.free(request)
+        warm.append(timed(admit) / count * 1e6)
+    return [("create, hash and admit 1,024 tokens, cold", "us", cold), ("the same, 1,008 tokens cached", "us", warm)]
+
+
+def allocation(rounds: int) -> list[Figure]:
+    """allocate_slots for a request that decodes."""
+    rng, steps = random.Random(0), 4096
+    figures = []
+    for _ in range(rounds):
+        kv = KVCacheManager(1000, BLOCK_SIZE)
+        request = Request(new_request("r", 1024, 8192, rng), 0)
+        kv.allocate_slots(request, 1024)
+
+        def body(kv: KVCacheManager = kv, request: Request = request) -> None:
+            for num_tokens in range(1025, 1025 + steps):
+                kv.allocate_slots(request, num_tokens)
+
+        figures.append(timed(body) / steps * 1e6)
+    return [("allocate_slots, decoding", "us", figures)]
+
+
+def decoding(rounds: int, rows: int) -> list[Figure]:
+    """schedule() + update() with all requests decoding, one step queued ahead; and writing the step's message."""
+    rng, steps, prompt_len = random.Random(0), 100, 256
+    kv = KVCacheManager(rows * (prompt_len // BLOCK_SIZE + (rounds + 1) * steps // BLOCK_SIZE + 4), BLOCK_SIZE)
+    config = SchedulerConfig(max_num_seqs=rows, max_waiting=rows, max_num_batched_tokens=rows * prompt_len)
+    scheduler = Scheduler(config, kv)
+    for index in range(rows):
+        scheduler.add_request(new_request(f"r{index}", prompt_len, 1 << 20, rng))
+    outstanding = scheduler.schedule()
+    assert outstanding is not None
+    core, message = [], []
+    for _ in range(rounds):
+        spent = written = 0.0
+        for _ in range(steps):
+            start = time.perf_counter()
+            following = scheduler.schedule()
+            middle = time.perf_counter()
+            assert following is not None
+            build_execute_request(following, 1, BLOCK_SIZE)
+            written += time.perf_counter() - middle
+            result = result_of(outstanding)
+            resumed = time.perf_counter()
+            scheduler.update(result)
+            scheduler.take_outputs()
+            spent += time.perf_counter() - resumed + middle - start
+            outstanding = following
+        core.append(spent / steps * 1e6)
+        message.append(written / steps * 1e6)
+    return [
+        (f"schedule + update, {rows} decoding", "us", core),
+        (f"write the step's message, {rows} decoding", "us", message),
+    ]
+
+
+def main() -> None:
+    """Run all and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds per figure; the median is shown")
+    arguments = parser.parse_args()
+    gc.freeze()
+    figures = block_operations(arguments.rounds) + hashing(arguments.rounds) + admission(arguments.rounds)
+    figures += allocation(arguments.rounds)
+    for rows in (16, 64, 256, 1024):
+        figures += decoding(arguments.rounds, rows)
+    if arguments.json:
+        print(json.dumps({name: {"unit": unit, "median": statistics.median(values)} for name, unit, values in figures}))
+        return
+    for name, unit, values in figures:
+        median = statistics.median(values)
+        print(f"{name:<48} {median:>10.2f} {unit}   spread {(max(values) - min(values)) / median:.0%}")
+
+
+if __name__ == "__main__":
+    main()
