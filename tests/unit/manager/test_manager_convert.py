@@ -1,0 +1,173 @@
+"""Every range of the proto is checked, and what passes arrives unchanged."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvplane.kvmanager.v1 import inference_service_pb2 as pb
+from tests.unit.manager.manager_builders import generate_request, int32s, model_view, text_model
+
+from kvmanager_service.convert import check_request, to_new_request, token_array
+from kvmanager_service.core.errors import InvalidRequestError
+from kvmanager_service.core.request import NewRequest, SamplingParams
+from kvmanager_service.errors import PreconditionError
+
+MODEL = model_view(text_model())
+
+
+def convert(request: pb.GenerateRequest, **changes: Any) -> NewRequest:
+    model = model_view(text_model(), **changes)
+    sampling = check_request(request, model)
+    prompt = token_array(request.token_ids.ids)
+    return to_new_request(request, prompt, sampling, model, request_id="r", seed=99, arrival_time=1.5)
+
+
+def with_sampling(**values: Any) -> pb.GenerateRequest:
+    return generate_request(sampling=pb.SamplingParams(**values))
+
+
+def with_stopping(**values: Any) -> pb.GenerateRequest:
+    return generate_request(stopping=pb.StoppingParams(**values))
+
+
+def test_convert_all_absent_is_every_default() -> None:
+    new = convert(generate_request(5, 6, 7))
+    assert int32s(new.prompt) == [5, 6, 7]
+    assert new.sampling == SamplingParams()
+    assert (new.stop.max_tokens, new.stop.min_tokens, new.stop.stop_token_ids) == (125, 0, frozenset({0}))
+    assert (new.seed, new.priority, new.cache_salt, new.resumed, new.arrival_time) == (99, 0, "", b"", 1.5)
+
+
+def test_convert_all_set_arrives() -> None:
+    request = generate_request(
+        5,
+        sampling=pb.SamplingParams(
+            temperature=0.5,
+            top_k=3,
+            top_p=0.5,
+            min_p=0.25,
+            repetition_penalty=1.5,
+            presence_penalty=-2,
+            frequency_penalty=2,
+            logit_bias={9: 1.5, 4: -100},
+            seed=2**64 - 1,
+            logprobs=0,
+        ),
+        stopping=pb.StoppingParams(max_tokens=8, min_tokens=2, stop_token_ids=[4], ignore_eos=True),
+        priority=-3,
+        cache_salt="s",
+        resume_token_ids=pb.TokenIds(ids=[7, 8]),
+    )
+    new = convert(request)
+    assert new.sampling == SamplingParams(0.5, 3, 0.5, 0.25, 1.5, -2.0, 2.0, ((4, -100.0), (9, 1.5)), 0)
+    assert (new.stop.max_tokens, new.stop.min_tokens, new.stop.stop_token_ids) == (8, 2, frozenset({4}))
+    assert (new.seed, new.priority, new.cache_salt, int32s(new.resumed)) == (2**64 - 1, -3, "s", [7, 8])
+    assert hash(new.sampling) == hash(convert(request).sampling)
+
+
+def test_convert_max_tokens_beyond_model_is_cut_to_its_length() -> None:
+    assert convert(with_stopping(max_tokens=1_000)).stop.max_tokens == 125
+
+
+BAD = [
+    (with_sampling(temperature=-0.1), "sampling.temperature"),
+    (with_sampling(temperature=math.nan), "sampling.temperature"),
+    (with_sampling(temperature=math.inf), "sampling.temperature"),
+    (with_sampling(top_k=-1), "sampling.top_k"),
+    (with_sampling(top_p=0), "sampling.top_p"),
+    (with_sampling(top_p=1.5), "sampling.top_p"),
+    (with_sampling(top_p=math.nan), "sampling.top_p"),
+    (with_sampling(min_p=-0.5), "sampling.min_p"),
+    (with_sampling(min_p=1.5), "sampling.min_p"),
+    (with_sampling(min_p=math.nan), "sampling.min_p"),
+    (with_sampling(repetition_penalty=0), "sampling.repetition_penalty"),
+    (with_sampling(repetition_penalty=math.inf), "sampling.repetition_penalty"),
+    (with_sampling(repetition_penalty=math.nan), "sampling.repetition_penalty"),
+    (with_sampling(presence_penalty=2.5), "sampling.presence_penalty"),
+    (with_sampling(frequency_penalty=-2.5), "sampling.frequency_penalty"),
+    (with_sampling(frequency_penalty=math.nan), "sampling.frequency_penalty"),
+    (with_sampling(logit_bias={610: 1}), "sampling.logit_bias"),
+    (with_sampling(logit_bias={-1: 1}), "sampling.logit_bias"),
+    (with_sampling(logit_bias={1: 101}), "sampling.logit_bias"),
+    (with_sampling(logit_bias={1: math.nan}), "sampling.logit_bias"),
+    (with_sampling(logit_bias=dict.fromkeys(range(1_025), 1.0)), "sampling.logit_bias"),
+    (with_sampling(logprobs=6), "sampling.logprobs"),
+    (with_sampling(logprobs=-1), "sampling.logprobs"),
+    (with_stopping(max_tokens=0), "stopping.max_tokens"),
+    (with_stopping(min_tokens=-1), "stopping.min_tokens"),
+    (with_stopping(min_tokens=5, max_tokens=4), "stopping.min_tokens"),
+    (with_stopping(min_tokens=126), "stopping.min_tokens"),
+    (with_stopping(stop=[""]), "stopping.stop"),
+    (with_stopping(stop=["x" * 257]), "stopping.stop"),
+    (with_stopping(stop=["x"] * 17), "stopping.stop"),
+    (with_stopping(stop_token_ids=[610]), "stopping.stop_token_ids"),
+    (with_stopping(stop_token_ids=[-1]), "stopping.stop_token_ids"),
+    (with_stopping(stop_token_ids=[1] * 65), "stopping.stop_token_ids"),
+    (generate_request(610), "prompt"),
+    (generate_request(1, -1), "prompt"),
+    (generate_request(*[1] * 128), "prompt"),
+    (pb.GenerateRequest(token_ids=pb.TokenIds()), "prompt"),
+    (pb.GenerateRequest(), "prompt"),
+    (pb.GenerateRequest(chat=pb.ChatPrompt()), "chat.messages"),
+    (generate_request(request_id="x" * 257), "request_id"),
+    (generate_request(cache_salt="x" * 257), "cache_salt"),
+    (generate_request(resume_token_ids=pb.TokenIds(ids=[610])), "resume_token_ids"),
+    (generate_request(resume_token_ids=pb.TokenIds(ids=[1] * 125)), "resume_token_ids"),
+    (generate_request(resume_token_ids=pb.TokenIds(ids=[1, 0])), "resume_token_ids"),
+    (
+        generate_request(resume_token_ids=pb.TokenIds(ids=[1] * 4), stopping=pb.StoppingParams(max_tokens=4)),
+        "resume_token_ids",
+    ),
+]
+
+
+@pytest.mark.parametrize(("request_", "field"), BAD, ids=[f"{field}-{index}" for index, (_, field) in enumerate(BAD)])
+def test_convert_out_of_range_is_refused_with_field_expected_and_got(request_: pb.GenerateRequest, field: str) -> None:
+    # 1,025 biases need a vocabulary that has them.
+    changes = {"vocab_size": 2_000} if len(request_.sampling.logit_bias) > 1_000 else {}
+    with pytest.raises(InvalidRequestError, match=r"expected .*, got ") as caught:
+        convert(request_, **changes)
+    assert caught.value.metadata["field"] == field
+    assert str(caught.value).startswith(f"{field}: ")
+
+
+EDGES = [
+    with_sampling(temperature=0),
+    with_sampling(top_p=1),
+    with_sampling(min_p=1),
+    with_sampling(presence_penalty=-2, frequency_penalty=2),
+    with_sampling(logprobs=5),
+    with_sampling(logit_bias={0: -100, 609: 100}),
+    with_stopping(max_tokens=1, min_tokens=1),
+    with_stopping(min_tokens=125),
+    with_stopping(min_tokens=500, max_tokens=500),
+    with_stopping(stop=["x" * 256] * 16, stop_token_ids=[609] * 64),
+    generate_request(*[1] * 127),
+    generate_request(request_id="ä" * 256, cache_salt="ä" * 256),
+    generate_request(resume_token_ids=pb.TokenIds(ids=[1] * 124)),
+    generate_request(
+        resume_token_ids=pb.TokenIds(ids=[0, 0, 1]), stopping=pb.StoppingParams(ignore_eos=True, max_tokens=4)
+    ),
+]
+
+
+@pytest.mark.parametrize("request_", EDGES, ids=range(len(EDGES)))
+def test_convert_edge_of_range_passes(request_: pb.GenerateRequest) -> None:
+    assert convert(request_).stop.max_tokens >= 1
+
+
+def test_convert_stop_strings_without_tokenizer_are_refused() -> None:
+    with pytest.raises(PreconditionError, match="stop_token_ids"):
+        check_request(with_stopping(stop=["x"]), model_view(None))
+
+
+@given(ids=st.lists(st.integers(0, 609), min_size=1, max_size=127))
+def test_convert_prompt_bytes_are_little_endian_int32(ids: list[int]) -> None:
+    new = to_new_request(
+        generate_request(), token_array(ids), SamplingParams(), MODEL, request_id="r", seed=0, arrival_time=0
+    )
+    assert new.prompt == b"".join(token_id.to_bytes(4, "little") for token_id in ids)
