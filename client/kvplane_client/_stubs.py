@@ -6,6 +6,7 @@ loop that makes it.
 
 from __future__ import annotations
 
+import asyncio
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from kvplane.kvmanager.v1.inference_service_pb2_grpc import InferenceServiceAsyncStub
     from kvplane.kvmanager.v1.kv_manager_service_pb2_grpc import KvManagerServiceAsyncStub
 
-__all__ = ["Stubs"]
+__all__ = ["Stubs", "task_is_cancelled"]
 
 _HealthCheck: TypeAlias = (
     "grpc.aio.UnaryUnaryMultiCallable[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]"
@@ -84,3 +85,12 @@ class Stubs:
         """Closes the channel if it was opened."""
         if "channel" in self.__dict__:
             await self.channel.close()
+
+
+def task_is_cancelled() -> bool:
+    """Tells a cancellation of the current task from that of its call: ``grpc.aio`` raises CancelledError for both.
+
+    The second happens when the channel is closed under a call.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

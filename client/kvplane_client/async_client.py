@@ -22,8 +22,8 @@ from kvplane_client import _convert
 from kvplane_client._readiness import wait_until_ready
 from kvplane_client._request_builder import build_request
 from kvplane_client._resumable import ResumableRequest
-from kvplane_client._stubs import Stubs
-from kvplane_client.errors import KvPlaneError, error_from_rpc
+from kvplane_client._stubs import Stubs, task_is_cancelled
+from kvplane_client.errors import KvPlaneError, RequestCancelledError, error_from_rpc
 from kvplane_client.manager_types import BlockFilter, BlockInfo, ExecutorInfo, Model, RequestInfo, Stats
 from kvplane_client.many import ManyStream
 from kvplane_client.retry import Deadline, RetryListener, RetryPolicy, RetryState
@@ -261,3 +261,7 @@ class AsyncClient:
                 return await method(request, timeout=deadline.remaining())
             except grpc.aio.AioRpcError as rpc_error:
                 await retry.pause_or_raise(error_from_rpc(rpc_error))
+            except asyncio.CancelledError:
+                if task_is_cancelled():
+                    raise
+                raise RequestCancelledError("the client was closed during the call") from None

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
 from kvplane_client.async_client import AsyncClient
-from kvplane_client.errors import FailedPreconditionError, KvPlaneError
+from kvplane_client.errors import FailedPreconditionError, KvPlaneError, RequestCancelledError
 from kvplane_client.manager_types import BlockFilter, BlockInfo, ExecutorInfo, Model, RequestInfo, Stats
 from kvplane_client.retry import RetryListener, RetryPolicy
 from kvplane_client.stream import GenerationStream
@@ -44,6 +44,8 @@ class _LoopThread:
         future: Future[_T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
+        except CancelledError:
+            raise RequestCancelledError("the client was closed during the call") from None
         except BaseException:
             future.cancel()
             raise

@@ -18,6 +18,7 @@ from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
 from kvplane_client._request_builder import build_request
 from kvplane_client._resumable import ResumableRequest
+from kvplane_client._stubs import task_is_cancelled
 from kvplane_client.errors import (
     AlreadyExistsError,
     DeadlineExceededError,
@@ -25,6 +26,7 @@ from kvplane_client.errors import (
     InternalError,
     KvPlaneError,
     RequestCancelledError,
+    UnavailableError,
     error_from_rpc,
     error_from_wire,
 )
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["ManyStream"]
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.GenerateManyRequest, pb.GenerateManyResponse]"
+_LOST_STATUS = "Internal error from Core"
 RetryFactory: TypeAlias = Callable[[float | None], RetryState]
 """Makes the retry state of a call from its deadline in seconds."""
 
@@ -125,18 +128,24 @@ class ManyStream:
     async def _run(self) -> None:
         """Makes the call, and makes it anew while requests are unfinished and the policy allows."""
         retry = self._new_retry(None)
-        while True:
-            error = await self._one_call(retry)
-            if not self._requests:
-                return
-            try:
-                await retry.pause_or_raise(error)
-            except KvPlaneError:
-                self._fail_all(error)
-                return
-            for request in list(self._requests.values()):
-                if request.sent:
-                    self._renew(request, error)
+        reason: KvPlaneError = InternalError("the client's reader of this stream has failed")
+        try:
+            while True:
+                error = await self._one_call(retry)
+                if not self._requests:
+                    return
+                pause = retry.next_pause(error)
+                if pause is None:
+                    reason = error
+                    return
+                for request in list(self._requests.values()):
+                    if request.sent:
+                        self._renew(request, error)
+                await asyncio.sleep(pause)
+        finally:
+            # Whatever ended the runner, nobody is left waiting; when the user closed the stream, aclose() says so.
+            if not self._closed:
+                self._fail_all(reason)
 
     async def _one_call(self, retry: RetryState) -> KvPlaneError:
         """Serves one call until it ends and returns why it did."""
@@ -150,7 +159,11 @@ class ManyStream:
                 self._dispatch(response, retry)
             return InternalError("the server ended the stream before its requests had finished")
         except grpc.aio.AioRpcError as rpc_error:
-            return error_from_rpc(rpc_error)
+            return _why_ended(rpc_error)
+        except asyncio.CancelledError:
+            if task_is_cancelled():
+                raise
+            return RequestCancelledError("the client was closed during the stream")
         finally:
             self._orders = None
             writer.cancel()
@@ -167,14 +180,21 @@ class ManyStream:
             if output.token_ids:
                 retry.progressed()
                 request.retry.progressed()
-            chunk = request.state.accept(output)
-            if request.state.finished:
-                self._forget(request)
-            request.put(chunk)
+            self._deliver(request, output)
         for failure in response.errors:
             request = self._requests.get(failure.request_id)
             if request is not None:
                 self._request_failed(request, error_from_wire(failure.error))
+
+    def _deliver(self, request: ManyRequest, output: pb.GenerateResponse) -> None:
+        try:
+            chunk = request.state.accept(output)
+        except KvPlaneError as error:
+            self._end(request, error)
+            return
+        if request.state.finished:
+            self._forget(request)
+        request.put(chunk)
 
     def _request_failed(self, request: ManyRequest, error: KvPlaneError) -> None:
         pause = request.retry.next_pause(error)
@@ -221,6 +241,17 @@ class ManyStream:
     def _fail_all(self, error: KvPlaneError) -> None:
         for request in list(self._requests.values()):
             self._end(request, error)
+
+
+def _why_ended(rpc_error: grpc.aio.AioRpcError) -> KvPlaneError:
+    """Returns the error of an ended call, but UNAVAILABLE where ``grpc.aio`` has lost it.
+
+    A write that meets the end of the call makes ``grpc.aio`` overwrite the server's status with an INTERNAL of its own
+    (grpc/grpc#36066). Trying again is harmless, and tells the status when it is not about the connection.
+    """
+    if rpc_error.code() is grpc.StatusCode.INTERNAL and rpc_error.details() == _LOST_STATUS:
+        return UnavailableError("the stream ended during a write, and its status was lost")
+    return error_from_rpc(rpc_error)
 
 
 async def _write(call: _Call, orders: asyncio.Queue[pb.GenerateManyRequest]) -> None:

@@ -5,6 +5,7 @@ Station: what ``AsyncClient.stream`` returns. It calls InferenceService.Generate
 
 from __future__ import annotations
 
+import asyncio
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeAlias
 
@@ -13,7 +14,8 @@ import grpc.aio
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
 from kvplane_client._resumable import ResumableRequest
-from kvplane_client.errors import InternalError, KvPlaneError, NotFoundError, error_from_rpc
+from kvplane_client._stubs import task_is_cancelled
+from kvplane_client.errors import InternalError, KvPlaneError, NotFoundError, RequestCancelledError, error_from_rpc
 from kvplane_client.retry import Deadline, RetryState
 from kvplane_client.types import Chunk, Completion, CompletionBuilder
 
@@ -45,6 +47,7 @@ class GenerationStream:
         self._deadline = deadline
         self._call: _Call | None = None
         self._closed = False
+        self._cancelled = False
         self.request_id = request.request_id
 
     async def __aenter__(self) -> Self:
@@ -65,6 +68,8 @@ class GenerationStream:
             StopAsyncIteration: The last chunk was delivered, or the stream was closed.
             KvPlaneError: The request failed; UNAVAILABLE only after the retry policy was exhausted.
         """
+        if self._cancelled:
+            raise RequestCancelledError(f"request {self.request_id!r} was cancelled while it was waited for")
         while not self._closed:
             if self._call is None:
                 self._call = self._stub.Generate(self._request.attempt(), timeout=self._deadline.remaining())
@@ -73,6 +78,11 @@ class GenerationStream:
             except grpc.aio.AioRpcError as rpc_error:
                 await self._recover(error_from_rpc(rpc_error))
                 continue
+            except asyncio.CancelledError:
+                self._cancelled = True
+                if task_is_cancelled():
+                    raise
+                raise RequestCancelledError("the client was closed during the request") from None
             if isinstance(response, pb.GenerateResponse):
                 if response.token_ids:
                     self._retry.progressed()
@@ -100,7 +110,8 @@ class GenerationStream:
             KvPlaneError: The server could not be told.
         """
         try:
-            await self._stub.Abort(pb.AbortRequest(request_id=self._request.wire_id))
+            order = pb.AbortRequest(request_id=self._request.wire_id)
+            await self._stub.Abort(order, timeout=self._deadline.remaining())
         except grpc.aio.AioRpcError as rpc_error:
             error = error_from_rpc(rpc_error)
             if not isinstance(error, NotFoundError):

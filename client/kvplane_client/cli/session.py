@@ -50,9 +50,7 @@ def reported(as_json: bool, server: str = "") -> Iterator[None]:
     try:
         yield
     except UnavailableError as error:
-        advice = (
-            f"no server at {server}? Start one with `kvplane up`, wait for it with --wait, or name another: --server"
-        )
+        advice = f"no server at {server}? Start one with `kvplane up`, wait with --wait, or name another with --server"
         _fail(EXIT_UNAVAILABLE, error.message, error_document(error), as_json, advice)
     except KvPlaneError as error:
         _fail(EXIT_ERROR, error.message, error_document(error), as_json, error.reason)

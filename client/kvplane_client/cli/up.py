@@ -40,10 +40,11 @@ Examples:
 
   kvplane up --backend sim                        (no weights: try the control plane)
 
-  kvplane up --manager-arg=--log-level --manager-arg=DEBUG
+  kvplane up --manager-arg=--log-level --manager-arg=debug
 """
 _EXECUTOR = "Executor"
 _MANAGER = "Manager"
+_STOP_SECONDS = 10.0
 _EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -115,8 +116,9 @@ def up(
         "--max-num-batched-tokens": max_num_batched_tokens,
         "--max-num-seqs": max_num_seqs,
         "--policy": policy,
+        "--drain-timeout-s": drain_seconds,
     }
-    settings = SupervisorSettings(restart_executor=restart_executor, drain_seconds=drain_seconds)
+    settings = SupervisorSettings(restart_executor=restart_executor, drain_seconds=drain_seconds + _STOP_SECONDS)
     quiet_grpc()
     with reported(as_json):
         port = _free_port(host, port)

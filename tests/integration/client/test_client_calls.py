@@ -1,0 +1,216 @@
+"""Unary calls, paging, readiness and the synchronous client."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from functools import partial
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from kvplane_client import (
+    AsyncClient,
+    BlockFilter,
+    Client,
+    Completion,
+    DeadlineExceededError,
+    ExecutorState,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    KvPlaneError,
+    ManagerState,
+    PoolStats,
+    RequestCancelledError,
+    RequestStatus,
+    RetryPolicy,
+    UnavailableError,
+)
+from scripted_manager import (
+    MODEL,
+    TEXT,
+    ScriptedManager,
+    ThreadedManager,
+    answer,
+    break_after,
+    fail,
+    hang_after,
+    succeed_with,
+)
+
+
+async def test_get_stats_returns_plain_values(client: AsyncClient) -> None:
+    stats = await client.get_stats()
+
+    assert stats.state is ManagerState.SERVING
+    assert stats.pool == PoolStats(16, 10, 6, 5, 9)
+    assert stats.requests_finished == {"stop": 3, "length": 1}
+    assert (stats.settings.policy, stats.settings.max_waiting) == ("fcfs", 64)
+
+
+async def test_get_model_returns_plain_values(client: AsyncClient) -> None:
+    model = await client.get_model()
+
+    assert (model.name, model.max_model_len, model.eos_token_ids, model.dtype) == ("tiny", 128, (2,), "float32")
+
+
+async def test_list_requests_reads_every_page(client: AsyncClient, manager: ScriptedManager) -> None:
+    infos = [info async for info in client.list_requests(include_finished=True, page_size=2)]
+
+    assert [info.request_id for info in infos] == ["r0", "r1", "r2", "r3", "r4"]
+    assert infos[0].status is RequestStatus.RUNNING
+    assert infos[0].block_table == (1, 2, 3, 7)
+    pages = manager.scripts.of("ListRequests")
+    assert [page.page_token for page in pages] == ["", "2", "4"]
+    assert all(page.include_finished and page.page_size == 2 for page in pages)
+
+
+async def test_list_requests_selects_one(client: AsyncClient) -> None:
+    assert [info.request_id async for info in client.list_requests(request_id="r3")] == ["r3"]
+
+
+@pytest.mark.parametrize(
+    ("block_filter", "expected"),
+    [
+        (BlockFilter.ALL, [1, 2, 3, 4, 70]),
+        (BlockFilter.USED, [1, 2, 3]),
+        (BlockFilter.CACHED, [1, 3, 4]),
+        (BlockFilter.FREE, [4, 70]),
+    ],
+)
+async def test_list_blocks_reads_every_page_of_the_filter(
+    client: AsyncClient, block_filter: BlockFilter, expected: list[int]
+) -> None:
+    infos = [info async for info in client.list_blocks(block_filter)]
+
+    assert [info.block_id for info in infos] == expected
+    by_id = {info.block_id: info for info in infos}
+    if 3 in by_id:
+        assert (by_id[3].block_hash, by_id[3].provisional) == ("02" * 16, True)
+    if 2 in by_id:
+        assert by_id[2].block_hash is None
+
+
+async def test_paging_stops_where_a_page_fails(client: AsyncClient, manager: ScriptedManager) -> None:
+    manager.scripts.unary["ListBlocks"] = [fail(grpc.StatusCode.INVALID_ARGUMENT, "bad page_size", "BAD_PAGE_SIZE")]
+
+    with pytest.raises(InvalidArgumentError, match="bad page_size"):
+        await anext(client.list_blocks(page_size=10**6))
+
+
+async def test_list_executors_and_reset_prefix_cache(client: AsyncClient, manager: ScriptedManager) -> None:
+    (executor,) = await client.list_executors()
+    assert (executor.executor_id, executor.state) == ("ex-1", ExecutorState.ACTIVE)
+    assert (executor.lease_remaining_seconds, executor.last_error) == (2.5, None)
+
+    assert await client.reset_prefix_cache() == 4
+    manager.scripts.unary["ResetPrefixCache"] = [fail(grpc.StatusCode.FAILED_PRECONDITION, "in use", "POOL_IN_USE")]
+    with pytest.raises(FailedPreconditionError, match="in use"):
+        await client.reset_prefix_cache()
+
+
+async def test_unary_call_is_retried_on_unavailable_only(client: AsyncClient, manager: ScriptedManager) -> None:
+    unavailable = fail(grpc.StatusCode.UNAVAILABLE, "starting", "STARTING")
+    manager.scripts.unary["GetModel"] = [unavailable, unavailable, partial(succeed_with, MODEL)]
+    assert (await client.get_model()).name == "tiny"
+    assert len(manager.scripts.of("GetModel")) == 3
+
+    manager.scripts.unary["GetStats"] = [fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", "FULL", 10)]
+    with pytest.raises(Exception, match="full"):
+        await client.get_stats()
+    assert len(manager.scripts.of("GetStats")) == 1
+
+
+async def test_timeout_of_the_client_bounds_a_call(manager: ScriptedManager) -> None:
+    async def never(_request: object, _context: object) -> None:
+        await asyncio.Event().wait()
+
+    manager.scripts.unary["GetModel"] = [never]
+    async with AsyncClient(manager.address, timeout=0.1) as client:
+        with pytest.raises(DeadlineExceededError) as caught:
+            await client.get_model()
+    assert isinstance(caught.value, TimeoutError)
+
+
+async def test_wait_ready_outlasts_a_manager_that_starts(manager: ScriptedManager) -> None:
+    await manager.stop()
+    async with AsyncClient(manager.address) as client:
+        waiting = asyncio.create_task(client.wait_ready(60))
+        await asyncio.sleep(0.05)
+        manager.scripts.unary["GetModel"] = [
+            fail(grpc.StatusCode.UNAVAILABLE, "no executor yet", "NO_EXECUTOR"),
+            partial(succeed_with, MODEL),
+        ]
+        await manager.start()
+
+        assert (await waiting).name == "tiny"
+
+
+async def test_wait_ready_says_what_is_missing_when_time_is_up(manager: ScriptedManager) -> None:
+    manager.scripts.health = health_pb2.HealthCheckResponse.NOT_SERVING
+    await manager.stop()
+    await manager.start()
+    async with AsyncClient(manager.address) as client:
+        with pytest.raises(UnavailableError, match="health is NOT_SERVING"):
+            await client.wait_ready(0.3)
+
+
+def test_sync_client_offers_every_call(threaded_manager: ThreadedManager) -> None:
+    threaded_manager.scripts.generate = [break_after(4), answer]
+    with Client(threaded_manager.address, retry=RetryPolicy(initial_backoff=0.01)) as client:
+        assert client.wait_ready(60).name == "tiny"
+        with client.stream("a") as stream:
+            assert "".join(chunk.text for chunk in stream) == TEXT
+        assert client.generate("a", max_tokens=3).token_ids == tuple(TEXT.encode()[:3])
+        assert client.stream("a").completion().text == TEXT
+        assert client.get_model().vocab_size == 256
+        assert client.get_stats().requests_running == 2
+        assert [info.request_id for info in client.list_requests()] == ["r0", "r1", "r2", "r3", "r4"]
+        assert len(list(client.list_blocks(BlockFilter.FREE))) == 2
+        assert client.reset_prefix_cache() == 4
+        assert len(client.list_executors()) == 1
+        client.abort("x")
+    with pytest.raises(FailedPreconditionError, match="closed"):
+        client.get_model()
+
+
+def test_sync_batch_returns_completions(threaded_manager: ThreadedManager) -> None:
+    from test_client_many import one_by_one
+
+    threaded_manager.scripts.many = [one_by_one()]
+    with Client(threaded_manager.address) as client:
+        first, second = client.generate_batch(["a", "bad"])
+    assert isinstance(first, Completion)
+    assert isinstance(second, InvalidArgumentError)
+
+
+def test_closing_a_sync_stream_cancels_the_request(threaded_manager: ThreadedManager) -> None:
+    cancelled = threading.Event()
+    threaded_manager.scripts.generate = [hang_after(1, cancelled.set)]
+    with Client(threaded_manager.address) as client:
+        with client.stream("a") as stream:
+            next(stream)
+        assert cancelled.wait(60)
+
+
+def test_closing_a_sync_client_fails_a_waiting_thread(threaded_manager: ThreadedManager) -> None:
+    threaded_manager.scripts.generate = [hang_after(1, lambda: None)]
+    client = Client(threaded_manager.address)
+    stream = client.stream("a")
+    next(stream)
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            next(stream)
+        except KvPlaneError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    client.close()
+    thread.join(60)
+
+    assert not thread.is_alive()
+    # The second when the thread began to wait only after the client was closed.
+    assert [type(error) for error in caught] in ([RequestCancelledError], [FailedPreconditionError])

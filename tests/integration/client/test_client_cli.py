@@ -1,0 +1,382 @@
+"""The commands against a scripted manager: output, JSON shapes, exit codes, interrupts."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from kvplane.kvmanager.v1 import inference_service_pb2 as pb
+from kvplane_client.cli.main import app
+from scripted_manager import TEXT, ThreadedManager, answer, break_after, fail, failing_stream, hang_after, succeed_with
+from typer.testing import CliRunner, Result
+
+COMMAND = [sys.executable, "-m", "kvplane_client.cli"]
+
+
+class Cli:
+    """The command, pointed at a manager."""
+
+    def __init__(self, address: str) -> None:
+        self.environment = {"KVPLANE_SERVER": address}
+
+    def __call__(self, *arguments: str, stdin: str | None = None) -> Result:
+        return CliRunner().invoke(app, list(arguments), input=stdin, env=self.environment)
+
+    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        environment = {**os.environ, **self.environment}
+        return subprocess.Popen([*COMMAND, *arguments], env=environment, text=True, **options)
+
+
+@pytest.fixture
+def cli(threaded_manager: ThreadedManager) -> Cli:
+    """The command."""
+    return Cli(threaded_manager.address)
+
+
+@pytest.fixture
+def nobody() -> Cli:
+    """The command, pointed at a port nobody listens on."""
+    with ThreadedManager() as stopped:
+        address = stopped.address
+    return Cli(address)
+
+
+def lines(result: Result) -> list[Any]:
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_generate_prints_the_text_and_a_newline(cli: Cli) -> None:
+    result = cli("generate", "hello")
+
+    assert (result.exit_code, result.stdout, result.stderr) == (0, TEXT + "\n", "")
+
+
+def test_generate_reads_the_prompt_from_stdin(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    assert cli("generate", stdin="from a pipe\n").stdout == TEXT + "\n"
+    assert cli("generate", "-", "--no-stream", stdin="dash").stdout == TEXT + "\n"
+    assert [request.text for request in threaded_manager.scripts.of("Generate")] == ["from a pipe\n", "dash"]
+
+
+def test_generate_passes_every_flag(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    result = cli(
+        "generate", "--chat", "hi", "--system", "be brief", "-t", "0", "--top-k", "4", "--top-p", "0.75", "--min-p",
+        "0.25", "--repetition-penalty", "1.5", "--presence-penalty", "0.5", "--frequency-penalty", "-0.5",
+        "--logit-bias", "3:-1.5", "--seed", "11", "--logprobs", "2", "-n", "5", "--min-tokens", "1", "--stop", "x",
+        "--stop", "y", "--stop-token-id", "9", "--ignore-eos", "--include-stop", "--priority", "-2", "--cache-salt",
+        "salt", "--request-id", "r", "--deadline", "60", "--usage",
+    )  # fmt: skip
+
+    assert result.exit_code == 0, result.stderr
+    expected = pb.GenerateRequest(
+        request_id="r",
+        chat=pb.ChatPrompt(
+            messages=[pb.ChatMessage(role="system", content="be brief"), pb.ChatMessage(role="user", content="hi")]
+        ),
+        sampling=pb.SamplingParams(
+            temperature=0, top_k=4, top_p=0.75, min_p=0.25, repetition_penalty=1.5, presence_penalty=0.5,
+            frequency_penalty=-0.5, logit_bias={3: -1.5}, seed=11, logprobs=2,
+        ),
+        stopping=pb.StoppingParams(
+            max_tokens=5, min_tokens=1, stop=["x", "y"], stop_token_ids=[9], ignore_eos=True, include_stop=True
+        ),
+        priority=-2, cache_salt="salt",
+    )  # fmt: skip
+    assert threaded_manager.scripts.of("Generate") == [expected]
+    assert "length · 7 prompt tokens (3 cached) · 5 completion tokens · r" in result.stderr
+
+
+def test_generate_takes_token_ids(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    assert cli("generate", "--token-ids", "1, 2 3").exit_code == 0
+    assert list(threaded_manager.scripts.of("Generate")[0].token_ids.ids) == [1, 2, 3]
+
+
+def test_generate_json_is_one_line_a_chunk(cli: Cli) -> None:
+    first, second = lines(cli("generate", "a", "--json", "-n", "2", "--request-id", "r", "--logprobs", "1"))
+
+    assert first == {
+        "request_id": "r",
+        "text": "",
+        "token_ids": [206],
+        "logprobs": [{"logprob": -0.5, "top": [{"token_id": 206, "logprob": -0.5}]}],
+        "finish_reason": None,
+        "stop_match": None,
+        "usage": {"prompt_tokens": 7, "completion_tokens": 1, "cached_tokens": 3},
+    }
+    assert (second["text"], second["finish_reason"], second["usage"]["completion_tokens"]) == ("Ω", "length", 2)
+
+
+def test_generate_json_without_stream_is_one_document(cli: Cli) -> None:
+    (document,) = lines(cli("generate", "a", "--json", "--no-stream"))
+
+    assert list(document) == [
+        "request_id", "text", "token_ids", "logprobs", "finish_reason", "stop_match", "usage",
+    ]  # fmt: skip
+    assert (document["text"], document["finish_reason"]) == (TEXT, "length")
+
+
+def test_generate_survives_a_break_and_says_so(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    threaded_manager.scripts.generate = [break_after(4), answer]
+
+    result = cli("generate", "a")
+
+    assert (result.exit_code, result.stdout) == (0, TEXT + "\n")
+    assert "trying again" in result.stderr
+
+
+def test_error_is_explained_without_a_traceback(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    refusal = failing_stream(grpc.StatusCode.INVALID_ARGUMENT, "top_p: expected (0, 1], got [2]", "BAD", top_p="2")
+    threaded_manager.scripts.generate = [refusal]
+
+    plain = cli("generate", "a", "--top-p", "2")
+    as_json = cli("generate", "a", "--top-p", "2", "--json")
+
+    assert (plain.exit_code, plain.stdout) == (1, "")
+    assert plain.stderr == "error: top_p: expected (0, 1], got [2]\nBAD\n"
+    assert as_json.exit_code == 1
+    assert json.loads(as_json.stderr) == {
+        "error": {
+            "code": "INVALID_ARGUMENT",
+            "reason": "BAD",
+            "message": "top_p: expected (0, 1], got [2]",
+            "metadata": {"top_p": "2"},
+            "retry_delay": None,
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "a"], ["stats"], ["requests"], ["blocks"], ["executors"], ["abort", "x"], ["model", "info"],
+        ["reset-cache"], ["stats", "--wait", "0.2"],
+    ],
+)  # fmt: skip
+def test_unreachable_server_exits_with_3(nobody: Cli, arguments: list[str]) -> None:
+    plain, as_json = nobody(*arguments), nobody(*arguments, "--json")
+
+    assert (plain.exit_code, as_json.exit_code) == (3, 3)
+    assert "kvplane up" in plain.stderr
+    assert json.loads(as_json.stderr)["error"]["code"] == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", ""],
+        ["generate", "a", "--token-ids", "1"],
+        ["generate", "--token-ids", "one"],
+        ["generate", "--token-ids", ","],
+        ["generate", "a", "--logit-bias", "x"],
+        ["generate", "a", "--top-k", "many"],
+        ["blocks", "--filter", "odd"],
+        ["abort"],
+        ["nonsense"],
+    ],
+)
+def test_wrong_usage_exits_with_2(cli: Cli, arguments: list[str]) -> None:
+    assert cli(*arguments).exit_code == 2
+
+
+def test_stats_shows_the_pool_and_prints_json(cli: Cli) -> None:
+    plain, (document,) = cli("stats"), lines(cli("stats", "--json"))
+
+    assert "4 of 10 used (40%), 5 cached, 16 tokens each" in plain.stdout
+    assert "25 of 100 prompt tokens found (25%)" in plain.stdout
+    assert document["state"] == "serving"
+    assert document["pool"] == {
+        "block_size": 16, "num_blocks": 10, "free_blocks": 6, "cached_blocks": 5, "kv_epoch": 9,
+    }  # fmt: skip
+    assert document["settings"]["max_waiting"] == 64
+
+
+def test_requests_shows_block_tables_of_every_page(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    plain, (document,) = cli("requests", "--all"), lines(cli("requests", "r1", "--json"))
+
+    assert all(f"r{index}" in plain.stdout for index in range(5))
+    assert "1-3,7" in plain.stdout
+    assert [info["request_id"] for info in document["requests"]] == ["r1"]
+    assert document["requests"][0]["block_table"] == [1, 2, 3, 7]
+    asked = threaded_manager.scripts.of("ListRequests")
+    assert (asked[0].include_finished, asked[-1].include_finished) == (True, False)
+
+
+def test_blocks_draws_a_map_a_list_and_json(cli: Cli) -> None:
+    drawn = cli("blocks").stdout.splitlines()
+    listed = cli("blocks", "--list", "--filter", "cached").stdout
+    (document,) = lines(cli("blocks", "--filter", "used", "--json"))
+
+    assert drawn[0] == "      1 █▓?░"
+    assert drawn[1] == "     65      ·"
+    assert drawn[-1] == "5 blocks: 3 used, 2 free, 3 cached"
+    assert "01" * 16 in listed
+    assert "used, cached, provisional" in listed
+    assert [block["block_id"] for block in document["blocks"]] == [1, 2, 3]
+    assert document["blocks"][1] == {"block_id": 2, "ref_cnt": 1, "block_hash": None, "provisional": False}
+
+
+def test_executors_and_model_info_describe_the_server(cli: Cli) -> None:
+    (executors,), (model,) = lines(cli("executors", "--json")), lines(cli("model", "info", "--json"))
+
+    assert "ex-1" in cli("executors").stdout
+    assert executors["executors"][0]["state"] == "active"
+    assert "128 tokens" in cli("model", "info").stdout
+    assert (model["name"], model["has_chat_template"]) == ("tiny", True)
+
+
+def test_abort_and_reset_cache_say_what_they_did(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    assert cli("abort", "x").stdout == "aborted x\n"
+    assert lines(cli("reset-cache", "--json")) == [{"blocks_forgotten": 4}]
+    threaded_manager.scripts.unary["Abort"] = [fail(grpc.StatusCode.NOT_FOUND, "no request x", "UNKNOWN_REQUEST")]
+    assert cli("abort", "x").exit_code == 1
+
+
+def test_version_prints_versions() -> None:
+    (document,) = lines(CliRunner().invoke(app, ["version", "--json"]))
+
+    assert set(document) == {"kvplane", "python", "grpc"}
+    assert CliRunner().invoke(app, ["--version"]).stdout.strip() == document["kvplane"]
+
+
+def test_chat_answers_what_comes_on_stdin(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    result = cli("chat", "--system", "s", "-t", "0", stdin="hi\nthere\n")
+
+    assert (result.exit_code, result.stdout) == (0, TEXT + "\n")
+    (request,) = threaded_manager.scripts.of("Generate")
+    assert [(turn.role, turn.content) for turn in request.chat.messages] == [("system", "s"), ("user", "hi\nthere")]
+    assert lines(cli("chat", "--json", stdin="hi"))[-1]["finish_reason"] == "length"
+    assert cli("chat", stdin="").exit_code == 1
+
+
+def test_chat_needs_a_template(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    plain = pb.GetModelResponse(name="base", has_chat_template=False)
+    threaded_manager.scripts.unary["GetModel"] = [lambda request, context: succeed_with(plain, request, context)]
+
+    result = cli("chat", stdin="hi")
+
+    assert result.exit_code == 1
+    assert "no chat template" in result.stderr
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, cli: Cli, *arguments: str) -> None:
+        self._master, slave = pty.openpty()
+        self.process = cli.start(*arguments, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        os.close(slave)
+        self.shown = ""
+
+    def send(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def until(self, expected: str) -> None:
+        """Reads until a text has been shown since the last one."""
+        while expected not in self.shown:
+            ready, _, _ = select.select([self._master], [], [], 60)
+            assert ready, f"expected {expected!r}, got {self.shown!r}"
+            self.shown += os.read(self._master, 65536).decode()
+        self.shown = self.shown.partition(expected)[2]
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(60)
+        os.close(self._master)
+
+
+@pytest.fixture
+def terminal(cli: Cli) -> Iterator[Terminal]:
+    """A chat on a terminal."""
+    opened = Terminal(cli, "chat", "--temperature", "0")
+    yield opened
+    opened.close()
+
+
+def test_chat_on_a_terminal_remembers_resets_and_leaves(terminal: Terminal, threaded_manager: ThreadedManager) -> None:
+    terminal.until(">>> ")
+    terminal.send("one\n")
+    terminal.until(TEXT)
+    terminal.until(">>> ")
+    terminal.send("two\n")
+    terminal.until(TEXT)
+    terminal.until(">>> ")
+    terminal.send("/what\n")
+    terminal.until("unknown command /what")
+    terminal.until(">>> ")
+    terminal.send("/reset\n")
+    terminal.until(">>> ")
+    terminal.send("three\n")
+    terminal.until(TEXT)
+    terminal.until(">>> ")
+    terminal.send("/exit\n")
+
+    assert terminal.process.wait(60) == 0
+    turns = [[turn.content for turn in request.chat.messages] for request in threaded_manager.scripts.of("Generate")]
+    assert turns == [["one"], ["one", TEXT, "two"], ["three"]]
+
+
+def test_interrupt_in_chat_stops_the_answer_then_leaves(terminal: Terminal, threaded_manager: ThreadedManager) -> None:
+    cancelled = threading.Event()
+    threaded_manager.scripts.generate = [hang_after(8, cancelled.set)]
+    terminal.until(">>> ")
+    terminal.send("one\n")
+    terminal.until(TEXT[:6])
+    os.kill(terminal.process.pid, signal.SIGINT)
+    assert cancelled.wait(60)
+    terminal.until("stopped")
+    terminal.until(">>> ")
+    os.kill(terminal.process.pid, signal.SIGINT)
+
+    assert terminal.process.wait(60) == 130
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_interrupt_aborts_the_request_on_the_server(cli: Cli, threaded_manager: ThreadedManager, as_json: bool) -> None:
+    cancelled = threading.Event()
+    threaded_manager.scripts.generate = [hang_after(2, cancelled.set)]
+    process = cli.start(
+        "generate", "a", *(["--json"] if as_json else []), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(1) != ""
+
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    assert cancelled.wait(60)
+    assert "Traceback" not in stderr
+    if as_json:
+        assert json.loads(stderr)["error"]["code"] == "CANCELLED"
+    else:
+        assert stderr == "error: interrupted\n"
+
+
+def test_reader_that_goes_away_causes_no_traceback(cli: Cli) -> None:
+    process = cli.start("generate", "a", "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    stderr = process.stderr.read()
+    process.stderr.close()
+
+    assert process.wait(60) == 1
+    assert "Traceback" not in stderr
+
+
+def test_every_command_explains_itself_with_examples() -> None:
+    runner = CliRunner()
+    for name in ("up", "generate", "chat", "stats", "requests", "blocks", "executors", "abort", "reset-cache"):
+        shown = runner.invoke(app, [name, "--help"])
+        assert shown.exit_code == 0
+        assert f"kvplane {name}" in shown.stdout

@@ -1,0 +1,303 @@
+"""Many requests on one stream: order, isolation, resumption, aborts, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from kvplane.common.v1 import common_pb2
+from kvplane.kvmanager.v1 import inference_service_pb2 as pb
+from kvplane_client import (
+    AlreadyExistsError,
+    AsyncClient,
+    Completion,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    FinishReason,
+    InternalError,
+    InvalidArgumentError,
+    RequestCancelledError,
+    RetryPolicy,
+    UnavailableError,
+)
+from scripted_manager import TEXT, ScriptedManager, pieces
+
+Orders = AsyncIterator[pb.GenerateManyRequest]
+
+
+def refusal(request_id: str, code: int, message: str, reason: str, retry_ms: int = 0) -> pb.GenerateManyResponse:
+    error = common_pb2.Error(code=code, message=message, reason=reason, metadata={"k": "v"}, retry_delay_ms=retry_ms)
+    return pb.GenerateManyResponse(errors=[pb.RequestError(request_id=request_id, error=error)])
+
+
+def one_by_one(*, break_after: int | None = None, until: asyncio.Event | None = None) -> Any:
+    """Answers in steps that hold one piece of each running request; prompts "bad" and "busy" are refused.
+
+    The stream breaks after a number of steps, and then only when every awaited request is in.
+    """
+
+    async def script(orders: Orders, context: Any) -> AsyncIterator[pb.GenerateManyResponse]:
+        running: dict[str, list[pb.GenerateResponse]] = {}
+        failures: asyncio.Queue[pb.GenerateManyResponse] = asyncio.Queue()
+
+        async def read() -> None:
+            async for order in orders:
+                if order.WhichOneof("order") == "abort_request_id":
+                    if (left := running.get(order.abort_request_id)) is not None:
+                        left[:] = [left[-1]]
+                        left[0].finish_reason = common_pb2.FINISH_REASON_ABORT
+                elif order.generate.text == "bad":
+                    failures.put_nowait(refusal(order.generate.request_id, 3, "bad prompt", "BAD", 250))
+                else:
+                    running[order.generate.request_id] = pieces(order.generate)
+
+        reader = asyncio.create_task(read())
+        steps = 0
+        try:
+            while not (reader.done() and not running):
+                while not failures.empty():
+                    yield failures.get_nowait()
+                if running:
+                    yield pb.GenerateManyResponse(outputs=[left.pop(0) for left in running.values()])
+                    running = {key: left for key, left in running.items() if left}
+                    steps += 1
+                if break_after is not None and steps >= break_after and (until is None or until.is_set()):
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "connection lost")
+                await asyncio.sleep(0.001)
+        finally:
+            reader.cancel()
+
+    return script
+
+
+async def test_batch_keeps_order_and_isolates_errors(client: AsyncClient, manager: ScriptedManager) -> None:
+    manager.scripts.many = [one_by_one()]
+
+    results = await client.generate_batch(["a", "bad", [1, 2], ""], request_id="job", max_tokens=4)
+
+    first, second, third, fourth = results
+    assert isinstance(first, Completion)
+    assert isinstance(third, Completion)
+    assert (first.request_id, first.token_ids) == ("job-0", tuple(TEXT.encode()[:4]))
+    assert third.request_id == "job-2"
+    assert isinstance(second, InvalidArgumentError)
+    assert (second.reason, second.metadata, second.retry_delay) == ("BAD", {"k": "v"}, 0.25)
+    assert isinstance(fourth, Completion)
+    assert manager.scripts.of("Generate") == []
+
+
+async def test_batch_isolates_a_prompt_that_cannot_be_sent(client: AsyncClient, manager: ScriptedManager) -> None:
+    manager.scripts.many = [one_by_one()]
+
+    refused, answered = await client.generate_batch([[2**40], "a"])
+
+    assert isinstance(refused, InvalidArgumentError)
+    assert isinstance(answered, Completion)
+
+
+async def test_batch_never_has_more_in_flight_than_it_was_told(client: AsyncClient, manager: ScriptedManager) -> None:
+    peak = 0
+
+    async def script(orders: Orders, _context: Any) -> AsyncIterator[pb.GenerateManyResponse]:
+        nonlocal peak
+        open_ids: list[str] = []
+        waiting = asyncio.create_task(anext(orders))
+        while True:
+            done, _ = await asyncio.wait({waiting}, timeout=0.02)
+            if done:
+                open_ids.append(waiting.result().generate.request_id)
+                peak = max(peak, len(open_ids))
+                waiting = asyncio.create_task(anext(orders))
+            elif open_ids:
+                last = pb.GenerateResponse(request_id=open_ids.pop(), finish_reason=common_pb2.FINISH_REASON_STOP)
+                last.usage.prompt_tokens = 1
+                yield pb.GenerateManyResponse(outputs=[last])
+
+    manager.scripts.many = [script]
+
+    results = await client.generate_batch(["a"] * 7, max_in_flight=3)
+
+    assert [type(result) for result in results] == [Completion] * 7
+    assert peak == 3
+
+
+async def test_broken_stream_is_made_anew_once_and_every_unfinished_request_goes_on(
+    client: AsyncClient, manager: ScriptedManager
+) -> None:
+    manager.scripts.many = [one_by_one(break_after=3), one_by_one(break_after=4), one_by_one()]
+    async with client.many() as many:
+        short = many.submit("a", request_id="short", max_tokens=2)
+        requests = [many.submit("a", request_id=f"long-{index}") for index in range(3)]
+        short_one = await short.completion()
+        completions = [await request.completion() for request in requests]
+
+    assert short_one.token_ids == tuple(TEXT.encode()[:2])
+    assert [completion.text for completion in completions] == [TEXT] * 3
+    assert [completion.token_ids for completion in completions] == [tuple(TEXT.encode())] * 3
+    assert [completion.request_id for completion in completions] == ["long-0", "long-1", "long-2"]
+    assert [completion.usage.cached_tokens for completion in completions] == [3] * 3
+    orders = [order.generate for order in manager.scripts.of("GenerateMany")]
+    assert [order.request_id for order in orders if order.request_id.startswith("short")] == ["short"]
+    mine = [order for order in orders if order.request_id.startswith("long-1")]
+    assert [order.request_id for order in mine] == ["long-1", "long-1~1", "long-1~2"]
+    assert len({order.sampling.seed for order in mine}) == 1
+    sizes = [len(order.resume_token_ids.ids) for order in mine]
+    assert sizes == sorted(sizes)
+    assert sizes[1] > 0
+
+
+async def test_stream_survives_a_restarted_manager(manager: ScriptedManager) -> None:
+    broken = asyncio.Event()
+    manager.scripts.many = [one_by_one()]
+    policy = RetryPolicy(max_attempts=100, initial_backoff=0.02, max_backoff=0.1)
+    async with (
+        AsyncClient(manager.address, retry=policy, on_retry=lambda *_: broken.set()) as client,
+        client.many() as many,
+    ):
+        requests = [many.submit("a") for _ in range(2)]
+        firsts = [await anext(request) for request in requests]
+        await manager.stop()
+        rest = asyncio.gather(*(request.completion() for request in requests))
+        await broken.wait()
+        await manager.start()
+        for first, completion in zip(firsts, await rest, strict=True):
+            assert first.text + completion.text == TEXT
+
+
+async def test_unavailable_request_is_retried_and_disturbs_no_other(
+    client: AsyncClient, manager: ScriptedManager
+) -> None:
+    refused: list[str] = []
+
+    async def script(orders: Orders, _context: Any) -> AsyncIterator[pb.GenerateManyResponse]:
+        async for order in orders:
+            if order.generate.text == "busy" and len(refused) < 2:
+                refused.append(order.generate.request_id)
+                yield refusal(order.generate.request_id, 14, "draining", "DRAINING")
+                continue
+            for piece in pieces(order.generate):
+                yield pb.GenerateManyResponse(outputs=[piece])
+
+    manager.scripts.many = [script]
+    async with client.many() as many:
+        busy = many.submit("busy", request_id="busy")
+        other = many.submit("a")
+        assert (await other.completion()).text == TEXT
+        assert (await busy.completion()).text == TEXT
+
+    assert refused == ["busy", "busy"]
+
+
+async def test_retries_of_one_request_are_bounded(client: AsyncClient, manager: ScriptedManager) -> None:
+    async def script(orders: Orders, _context: Any) -> AsyncIterator[pb.GenerateManyResponse]:
+        async for order in orders:
+            yield refusal(order.generate.request_id, 14, "no executor", "NO_EXECUTOR")
+
+    manager.scripts.many = [script]
+    async with client.many() as many:
+        with pytest.raises(UnavailableError, match="no executor"):
+            await many.submit("a").completion()
+
+    assert len(manager.scripts.of("GenerateMany")) == 4
+
+
+async def test_stream_that_stays_broken_fails_every_request_and_can_be_used_later(
+    client: AsyncClient, manager: ScriptedManager
+) -> None:
+    async def broken(orders: Orders, context: Any) -> AsyncIterator[pb.GenerateManyResponse]:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+        yield
+
+    manager.scripts.many = [broken, broken, broken, broken, one_by_one()]
+    async with client.many() as many:
+        results = await asyncio.gather(*(many.submit("a").completion() for _ in range(2)), return_exceptions=True)
+        assert [type(result) for result in results] == [UnavailableError] * 2
+
+        assert (await many.submit("a").completion()).text == TEXT
+
+
+async def test_other_failure_of_the_stream_is_not_retried(client: AsyncClient, manager: ScriptedManager) -> None:
+    async def broken(orders: Orders, context: Any) -> AsyncIterator[pb.GenerateManyResponse]:
+        await context.abort(grpc.StatusCode.INTERNAL, "invariant")
+        yield
+
+    manager.scripts.many = [broken, one_by_one()]
+    async with client.many() as many:
+        with pytest.raises(InternalError, match="invariant"):
+            await many.submit("a").completion()
+
+
+async def test_abort_ends_one_request_with_a_last_chunk(client: AsyncClient, manager: ScriptedManager) -> None:
+    manager.scripts.many = [one_by_one()]
+    async with client.many() as many:
+        aborted, other = many.submit("a", request_id="aborted"), many.submit("a")
+        await anext(aborted)
+        aborted.abort()
+        rest = [chunk async for chunk in aborted]
+        assert (await other.completion()).text == TEXT
+        # One that is over is left alone.
+        aborted.abort()
+
+    assert rest[-1].finish_reason is FinishReason.ABORT
+    orders = [order.abort_request_id for order in manager.scripts.of("GenerateMany") if order.abort_request_id]
+    assert orders == ["aborted"]
+
+
+async def test_deadline_of_one_request_aborts_it_alone(client: AsyncClient, manager: ScriptedManager) -> None:
+    aborted = asyncio.Event()
+
+    async def script(orders: Orders, _context: Any) -> AsyncIterator[pb.GenerateManyResponse]:
+        async for order in orders:
+            if order.abort_request_id:
+                aborted.set()
+            elif order.generate.text == "quick":
+                yield pb.GenerateManyResponse(outputs=[pieces(order.generate)[-1]])
+
+    manager.scripts.many = [script]
+    async with client.many() as many:
+        slow = many.submit("slow", deadline=0.05)
+        with pytest.raises(DeadlineExceededError):
+            await slow.completion()
+        await aborted.wait()
+        quick = await many.submit("quick").completion()
+
+    assert quick.finish_reason is FinishReason.LENGTH
+
+
+async def test_leaving_the_context_cancels_the_call_and_fails_what_is_unfinished(
+    client: AsyncClient, manager: ScriptedManager
+) -> None:
+    cancelled, started = asyncio.Event(), asyncio.Event()
+
+    async def script(orders: Orders, _context: Any) -> AsyncIterator[pb.GenerateManyResponse]:
+        await anext(orders)
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        yield
+
+    manager.scripts.many = [script]
+    async with client.many() as many:
+        request = many.submit("a")
+        await started.wait()
+
+    await cancelled.wait()
+    with pytest.raises(RequestCancelledError):
+        await request.completion()
+    with pytest.raises(FailedPreconditionError):
+        many.submit("b")
+
+
+async def test_id_in_use_on_the_stream_is_refused(client: AsyncClient, manager: ScriptedManager) -> None:
+    manager.scripts.many = [one_by_one()]
+    async with client.many() as many:
+        first = many.submit("a", request_id="x")
+        with pytest.raises(AlreadyExistsError):
+            many.submit("b", request_id="x")
+        assert (await first.completion()).text == TEXT
+        assert (await many.submit("a", request_id="x").completion()).text == TEXT
