@@ -90,7 +90,7 @@ class EngineLoop:
         """See `engine_api.Engine.requests`."""
         if self._scheduler is None:
             return []
-        return request_views(self._scheduler, time.time(), include_finished=include_finished)
+        return request_views(self._scheduler, time.monotonic(), include_finished=include_finished)
 
     def blocks(self) -> Sequence[BlockView]:
         """See `engine_api.Engine.blocks`."""
@@ -178,32 +178,39 @@ class EngineLoop:
     async def _use(self, executor: RegisteredExecutor) -> None:
         """Run steps on one executor until it is lost. Raises ExecutorLostError then."""
         connection = ExecutorConnection(executor.address)
+        work = asyncio.create_task(self._work(executor, connection), name="executor-work")
+        lease = asyncio.create_task(self._wait_lease_over(executor), name="executor-lease")
         try:
-            self._registry.set_state(executor.executor_id, ExecutorState.CONNECTING)
-            ready = await connection.prepare(
-                self._config.max_num_batched_tokens, self._config.max_num_seqs, self._kv_epoch
-            )
-            await self._take_over(executor, ready)
-            stream = connection.open_stream(self._wake.set)
-            lease = asyncio.create_task(self._watch_lease(executor.executor_id, stream), name="lease-watch")
-            try:
-                self._serve_with(executor)
-                await self._run_steps(stream)
-            finally:
-                lease.cancel()
-                await stream.close()
+            # Whatever the work waits for, be it a write to an executor that reads no more, it waits no longer than this.
+            await asyncio.wait((work, lease), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ExecutorLostError("its lease ran out: it did not register again in time")
+            work.result()
         finally:
+            for task in (work, lease):
+                task.cancel()
+            await asyncio.gather(work, lease, return_exceptions=True)
             await connection.close()
+
+    async def _work(self, executor: RegisteredExecutor, connection: ExecutorConnection) -> None:
+        self._registry.set_state(executor.executor_id, ExecutorState.CONNECTING)
+        ready = await connection.prepare(self._config.max_num_batched_tokens, self._config.max_num_seqs, self._kv_epoch)
+        await self._take_over(executor, ready)
+        stream = connection.open_stream(self._wake.set)
+        others = asyncio.create_task(self._check_others(executor), name="executor-check")
+        try:
+            self._serve_with(executor)
+            await self._run_steps(stream)
+        finally:
+            others.cancel()
+            await stream.close()
 
     async def _take_over(self, executor: RegisteredExecutor, ready: ReadyExecutor) -> None:
         """Make the books fit the executor's cache."""
         info, kv_cache = ready.info, ready.kv_cache
+        self._require_model(executor, info)
         if self._model is None:
             self._model = await _model_view(info)
-        elif info.model_fingerprint != self._model.fingerprint:
-            message = f"expected an executor that serves {self._model.name!r}, got other weights: {info.model_name!r}"
-            self._registry.reject(executor.executor_id, message)
-            raise ExecutorLostError(message)
         if ready.tagged is None:
             return
         kv = KVCacheManager(kv_cache.num_blocks, kv_cache.block_size, enable_caching=self._config.enable_prefix_caching)
@@ -240,10 +247,40 @@ class EngineLoop:
             loop = asyncio.get_running_loop()
             self._give_up = loop.call_later(self._config.executor_timeout_s, self._fail_all, self._unavailable())
 
-    async def _watch_lease(self, executor_id: str, stream: StepStream) -> None:
-        while any(executor.executor_id == executor_id for executor in self._registry.candidates()):
+    async def _wait_lease_over(self, executor: RegisteredExecutor) -> None:
+        while any(candidate is executor for candidate in self._registry.candidates()):
             await self._registry.wait_changed()
-        stream.end("its lease ran out: it did not register again in time")
+
+    async def _check_others(self, active: RegisteredExecutor) -> None:
+        """Reject standby executors of another model as they come, not only when they are needed."""
+        checked: list[RegisteredExecutor] = [active]
+        while True:
+            candidates = self._registry.candidates()
+            checked = [executor for executor in checked if any(executor is candidate for candidate in candidates)]
+            fresh = [executor for executor in candidates if not any(executor is known for known in checked)]
+            if not fresh:
+                await self._registry.wait_changed()
+                continue
+            checked += fresh
+            await asyncio.gather(*(self._check_model(executor) for executor in fresh))
+
+    async def _check_model(self, executor: RegisteredExecutor) -> None:
+        """Reject an executor of another model. One that does not answer now is found out when it is needed."""
+        connection = ExecutorConnection(executor.address)
+        try:
+            self._require_model(executor, await connection.model_info())
+        except ExecutorLostError as lost:
+            self._registry.set_state(executor.executor_id, ExecutorState.STANDBY, error=str(lost))
+        finally:
+            await connection.close()
+
+    def _require_model(self, executor: RegisteredExecutor, info: GetModelInfoResponse) -> None:
+        """Raise ExecutorLostError, and reject the executor, unless it serves the manager's model."""
+        if self._model is not None and info.model_fingerprint != self._model.fingerprint:
+            message = f"expected an executor that serves {self._model.name!r}, got other weights: {info.model_name!r}"
+            self._registry.reject(executor.executor_id, message)
+            _log.warning("executor_rejected", executor_id=executor.executor_id, address=executor.address)
+            raise ExecutorLostError(message)
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
