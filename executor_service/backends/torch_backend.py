@@ -1,0 +1,270 @@
+"""The torch backend: any full-attention decoder of transformers, on CPU or CUDA.
+
+Station: built and driven by the gRPC shell through `backends.base.Backend`, always from one thread. It ties the parts
+together: `model_loader`, `memory_profiler`, `kv_cache`, `model_runner`; each of them knows only its own concern.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+
+from executor_service.backends.base import (
+    Backend,
+    BackendError,
+    KvGroupSpec,
+    MemoryProfile,
+    ModelInfo,
+    NotEnoughMemoryError,
+    StepBatch,
+    StepResult,
+)
+from executor_service.devices import resolve_device
+from executor_service.kernels.attention_plan import AttentionLimits
+from executor_service.kv_cache import KvLayout, PagedKvCache
+from executor_service.memory_profiler import (
+    PeakMeter,
+    available_bytes,
+    compute_num_blocks,
+    release_free_memory,
+    require_one_sequence,
+    resident_bytes,
+    total_memory,
+    tune_malloc,
+)
+from executor_service.model_loader import LoadedModel, load_model
+from executor_service.model_runner import ModelRunner, probe
+from executor_service.profile_batch import SCRATCH_BLOCKS, reserved_index_bytes, worst_batch
+
+MAX_LOGPROBS = 20
+# One gather of K and V: large enough for good batches, small enough to be no term of the memory profile.
+_GATHER_BYTES = 64 * 1024 * 1024
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class TorchBackendConfig:
+    """What a `TorchBackend` needs to know.
+
+    Attributes:
+        model: a local folder with safetensors, a .gguf file, or a hub id.
+        model_name: the name to show; None derives it from `model`.
+        device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
+        dtype: "auto", "float32", "bfloat16" or "float16". auto is the checkpoint's; for a GGUF it is float32 on CPU and
+            bfloat16 on CUDA.
+        max_model_len: the most tokens of a sequence; None takes the model's own.
+        block_size: tokens per block.
+        gpu_memory_utilization: share of the memory to use, in (0, 1]; on CPU too.
+        memory_limit: bytes the process may hold on CPU; None is the machine's or the cgroup's memory.
+        num_blocks_override: this many blocks, whatever fits; None measures.
+        num_threads: torch's threads; None leaves torch's choice (OMP_NUM_THREADS).
+        cache_dir: where converted GGUF files lie; None is $KVPLANE_CACHE or ~/.cache/kvplane/converted.
+    """
+
+    model: str
+    model_name: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    memory_limit: int | None = None
+    num_blocks_override: int | None = None
+    num_threads: int | None = None
+    cache_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        checks = (
+            ("block_size", self.block_size, self.block_size >= 1, "at least 1"),
+            ("gpu_memory_utilization", self.gpu_memory_utilization, 0 < self.gpu_memory_utilization <= 1, "in (0, 1]"),
+            ("memory_limit", self.memory_limit, self.memory_limit is None or self.memory_limit > 0, "above 0"),
+            ("num_blocks_override", self.num_blocks_override, (self.num_blocks_override or 2) >= 2, "at least 2"),
+            ("num_threads", self.num_threads, self.num_threads is None or self.num_threads >= 1, "at least 1"),
+        )
+        for name, value, good, expected in checks:
+            if not good:
+                raise BackendError("BAD_CONFIG", f"expected {name} {expected}, got {value}", **{name: value})
+
+
+class TorchBackend(Backend):
+    """Runs steps with torch.
+
+    Invariants:
+        The cache is allocated at most once at a time; a new size frees the old one first.
+    """
+
+    def __init__(self, config: TorchBackendConfig) -> None:
+        self._config = config
+        self._device = resolve_device(config.device)
+        self._loaded: LoadedModel | None = None
+        self._runner: ModelRunner | None = None
+        self._layout: KvLayout | None = None
+        self._limits: AttentionLimits | None = None
+        self._cache: PagedKvCache | None = None
+        self._weights_bytes = 0
+
+    def load(self) -> ModelInfo:
+        """Load the weights and learn the K/V geometry; see the base class."""
+        config = self._config
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        if self._device.type == "cpu":
+            tune_malloc()
+        loaded = load_model(
+            config.model,
+            device=self._device,
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            name=config.model_name,
+            cache_dir=config.cache_dir,
+        )
+        num_layers, kv_heads, head_dim = probe(loaded.model, loaded.vocab_size)
+        layout = KvLayout(num_layers, kv_heads, head_dim, config.block_size, loaded.dtype)
+        self._limits = AttentionLimits(max(1, _GATHER_BYTES // layout.bytes_per_token_and_layer))
+        self._runner = ModelRunner(loaded.model, self._limits)
+        self._loaded, self._layout = loaded, layout
+        release_free_memory(self._device)
+        self._weights_bytes = self._held_bytes()
+        return self._info(loaded, layout)
+
+    def profile_memory(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
+        """Run the worst step of these limits and count what is left; see the base class."""
+        loaded, layout, _ = self._ready()
+        self._cache = None
+        release_free_memory(self._device)
+        with PeakMeter(self._device) as meter:
+            self._run_worst_step(max_num_batched_tokens, max_num_seqs)
+        release_free_memory(self._device)
+        total = total_memory(self._device, self._config.memory_limit)
+        share = self._config.gpu_memory_utilization
+        measured = compute_num_blocks(total, share, meter.peak_bytes, layout.bytes_per_block)
+        override = self._config.num_blocks_override
+        profile = MemoryProfile(
+            total_bytes=total,
+            utilization=share,
+            weights_bytes=self._weights_bytes,
+            peak_bytes=meter.peak_bytes,
+            available_bytes=available_bytes(total, share, meter.peak_bytes),
+            bytes_per_block=layout.bytes_per_block,
+            num_blocks=measured if override is None else override,
+            overridden=override is not None,
+        )
+        self._log_profile(profile, measured, max_num_batched_tokens, max_num_seqs)
+        if override is None:
+            require_one_sequence(
+                measured,
+                max_model_len=loaded.max_model_len,
+                block_size=layout.block_size,
+                bytes_per_block=layout.bytes_per_block,
+                total_bytes=total,
+                utilization=share,
+                weights_bytes=self._weights_bytes,
+                peak_bytes=meter.peak_bytes,
+            )
+        return profile
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocate the cache, or clear the one of this size; see the base class."""
+        _, layout, _ = self._ready()
+        if self._cache is not None and self._cache.num_blocks == num_blocks:
+            self._cache.clear()
+            return
+        self._cache = None
+        release_free_memory(self._device)
+        try:
+            self._cache = PagedKvCache(layout, num_blocks, self._device)
+        except RuntimeError as error:  # torch's allocators raise nothing narrower on CPU
+            raise NotEnoughMemoryError(
+                "NOT_ENOUGH_MEMORY",
+                f"expected room for {num_blocks} KV blocks ({num_blocks * layout.bytes_per_block} bytes), got: {error}",
+                num_blocks=num_blocks,
+                bytes_per_block=layout.bytes_per_block,
+            ) from error
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        """Run one step; see the base class."""
+        _, _, runner = self._ready()
+        if self._cache is None:
+            raise BackendError("NO_KV_CACHE", "expected initialize_kv_cache before execute, got no cache")
+        try:
+            return runner.run(batch, self._cache)
+        except RuntimeError as error:  # what torch raises: out of memory, a failed kernel
+            raise BackendError("STEP_FAILED", f"step {batch.step_id} failed in torch: {error}") from error
+
+    def close(self) -> None:
+        """Give back weights and cache."""
+        self._cache = self._runner = self._loaded = None
+        release_free_memory(self._device)
+
+    def _ready(self) -> tuple[LoadedModel, KvLayout, ModelRunner]:
+        if self._loaded is None or self._layout is None or self._runner is None:
+            raise BackendError("NOT_LOADED", "expected load() first, got a backend without a model")
+        return self._loaded, self._layout, self._runner
+
+    def _run_worst_step(self, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+        """The step that needs most memory, over a scratch cache of a few blocks."""
+        loaded, layout, runner = self._ready()
+        assert self._limits is not None
+        scratch = PagedKvCache(layout, SCRATCH_BLOCKS, self._device)
+        batch = worst_batch(
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=loaded.max_model_len,
+            vocab_size=loaded.vocab_size,
+            block_size=layout.block_size,
+            max_logprobs=MAX_LOGPROBS,
+            limits=self._limits,
+        )
+        index_bytes = reserved_index_bytes(max_num_seqs, loaded.max_model_len, self._limits)
+        reserved = torch.ones(index_bytes, dtype=torch.uint8, device=self._device)
+        runner.run(batch, scratch)
+        del reserved
+
+    def _held_bytes(self) -> int:
+        """Memory held now: the process's on CPU, the device's on CUDA."""
+        if self._device.type == "cpu":
+            return resident_bytes()
+        return int(torch.cuda.memory_reserved(self._device))
+
+    def _log_profile(
+        self, profile: MemoryProfile, measured: int, max_num_batched_tokens: int, max_num_seqs: int
+    ) -> None:
+        _log.info(
+            "memory_profile",
+            device=str(self._device),
+            total_bytes=profile.total_bytes,
+            utilization=profile.utilization,
+            weights_bytes=profile.weights_bytes,
+            peak_bytes=profile.peak_bytes,
+            available_bytes=profile.available_bytes,
+            bytes_per_block=profile.bytes_per_block,
+            block_size=self._config.block_size,
+            measured_num_blocks=measured,
+            num_blocks=profile.num_blocks,
+            overridden=profile.overridden,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+        )
+
+    def _info(self, loaded: LoadedModel, layout: KvLayout) -> ModelInfo:
+        dtype = str(loaded.dtype).removeprefix("torch.")
+        group = KvGroupSpec(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.bytes_per_block)
+        return ModelInfo(
+            model_name=loaded.name,
+            model_fingerprint=loaded.fingerprint,
+            device=str(self._device),
+            dtype=dtype,
+            kv_cache_dtype=dtype,
+            vocab_size=loaded.vocab_size,
+            max_model_len=loaded.max_model_len,
+            eos_token_ids=loaded.eos_token_ids,
+            block_size=layout.block_size,
+            kv_groups=(group,),
+            max_logprobs=min(MAX_LOGPROBS, loaded.vocab_size),
+            tokenizer_files=loaded.tokenizer_files,
+        )

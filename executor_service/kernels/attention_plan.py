@@ -1,0 +1,200 @@
+"""The index tensors that paged attention needs, made once per step and used by every layer.
+
+Station: `plan_attention` is called by `model_runner` with a step's block tables; `torch_paged` reads the plan.
+
+How: rows with one query token (decode) are put together with rows of similar length, so that little is padded; rows
+with more tokens (prefill) stand alone. Padding names the row's own last slot, which always holds good K/V: what unused
+slots hold, NaN included, can not reach a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from executor_service.backends.base import GroupTables, Int32
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class AttentionLimits:
+    """Bounds of the workspace.
+
+    Units:
+        gather_tokens: tokens gathered at once; mask_elements: query tokens times context; index_elements: slot
+        indices kept for all layers of a step, beyond which they are made anew in each layer.
+    """
+
+    gather_tokens: int
+    mask_elements: int = 4 * 1024 * 1024
+    index_elements: int = 4 * 1024 * 1024
+
+    def query_chunk(self, context: int) -> int:
+        """Query tokens of a prefill row with this context that attend at once."""
+        return max(16, min(512, self.mask_elements // context))
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Rows with one query token each, of similar length.
+
+    Shape:
+        tokens: (B,) their indices in the step; mask: (B, 1, 1, L) or None when all are L long;
+        kept_slots: (B * L,), or None when over the limit and made per layer from tables (B, blocks) and lens (B,).
+    """
+
+    tokens: torch.Tensor
+    width: int
+    tables: Int32
+    lens: Int64
+    kept_slots: torch.Tensor | None
+    mask: torch.Tensor | None
+
+    def slots(self, block_size: int) -> torch.Tensor:
+        """Slots of every row's positions, kept or made now. Shape: (B * L,)."""
+        if self.kept_slots is not None:
+            return self.kept_slots
+        slots = slots_of(self.tables, self.lens, self.width, block_size)
+        return torch.from_numpy(slots).to(self.tokens.device)
+
+
+@dataclass(frozen=True)
+class PrefillRow:
+    """One row with several query tokens.
+
+    Shape:
+        tokens `start` to `end` of the step are positions `context - (end - start)` to `context`;
+        slots: (context,), or None when the row has nothing but this step's tokens.
+    """
+
+    start: int
+    end: int
+    context: int
+    slots: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """All that attention needs of one step, the same for every layer. Shape: write_slots (T,)."""
+
+    write_slots: torch.Tensor
+    decode: list[DecodeGroup]
+    prefill: list[PrefillRow]
+    block_size: int
+    limits: AttentionLimits
+
+
+def plan_attention(
+    query_indptr: Int32,
+    seq_lens: Int32,
+    tables: GroupTables,
+    slot_mapping: Int64,
+    *,
+    block_size: int,
+    limits: AttentionLimits,
+    device: torch.device,
+) -> AttentionPlan:
+    """Turn a step's block tables into index tensors.
+
+    Args:
+        query_indptr: row r has tokens query_indptr[r] to query_indptr[r + 1].
+        seq_lens: sequence lengths after this step.
+        tables: block tables of the rows.
+        slot_mapping: slot of every token of the step.
+        block_size: tokens per block.
+        limits: bounds of the workspace.
+        device: where the index tensors live.
+
+    Shape:
+        query_indptr: (R + 1,); seq_lens: (R,); slot_mapping: (T,).
+    """
+    query_lens = np.diff(query_indptr)
+    budget = limits.index_elements
+    decode: list[DecodeGroup] = []
+    for rows in _similar_rows(np.flatnonzero(query_lens == 1), seq_lens, limits.gather_tokens):
+        group = _decode_group(
+            rows, query_indptr, seq_lens, tables, block_size=block_size, index_budget=budget, device=device
+        )
+        budget -= 0 if group.kept_slots is None else len(group.kept_slots)
+        decode.append(group)
+    prefill = []
+    for row in np.flatnonzero(query_lens > 1):
+        context, length = int(seq_lens[row]), int(query_lens[row])
+        slots = None
+        if context > length:
+            table, lens = _row_tables(np.array([row]), tables), np.array([context])
+            slots = torch.from_numpy(slots_of(table, lens, context, block_size)).to(device)
+        prefill.append(PrefillRow(int(query_indptr[row]), int(query_indptr[row + 1]), context, slots))
+    write_slots = torch.from_numpy(np.array(slot_mapping, dtype=np.int64)).to(device)
+    return AttentionPlan(write_slots, decode, prefill, block_size, limits)
+
+
+def _similar_rows(rows: Int64, seq_lens: Int32, gather_tokens: int) -> Iterator[Int64]:
+    """Split rows into groups of similar length that fit one gather; a single group keeps its order."""
+    if not len(rows):
+        return
+    by_length = rows[np.argsort(-seq_lens[rows], kind="stable")]
+    lens = seq_lens[by_length]
+    bounds = [0]
+    for index, length in enumerate(lens):
+        longest = int(lens[bounds[-1]])
+        too_short = length < longest - max(64, longest // 4)
+        too_many = index > bounds[-1] and (index - bounds[-1] + 1) * longest > gather_tokens
+        if too_short or too_many:
+            bounds.append(index)
+    if len(bounds) == 1:
+        yield rows
+        return
+    for start, end in zip(bounds, [*bounds[1:], len(rows)], strict=True):
+        yield by_length[start:end]
+
+
+def _decode_group(
+    rows: Int64,
+    query_indptr: Int32,
+    seq_lens: Int32,
+    tables: GroupTables,
+    *,
+    block_size: int,
+    index_budget: int,
+    device: torch.device,
+) -> DecodeGroup:
+    """Index tensors of one group of decode rows."""
+    lens = seq_lens[rows].astype(np.int64)
+    width = int(lens.max())
+    padded = _row_tables(rows, tables)
+    slots = None
+    if len(rows) * width <= index_budget:
+        slots = torch.from_numpy(slots_of(padded, lens, width, block_size)).to(device)
+    mask = None
+    if int(lens.min()) != width:
+        mask = torch.from_numpy(np.arange(width) < lens[:, None]).view(len(rows), 1, 1, width).to(device)
+    tokens = torch.from_numpy(query_indptr[rows].astype(np.int64)).to(device)
+    return DecodeGroup(tokens, width, padded, lens, slots, mask)
+
+
+def _row_tables(rows: Int64, tables: GroupTables) -> Int32:
+    """Block tables of some rows, padded with 0. Shape: (B, most blocks of a row)."""
+    starts = tables.block_indptr[rows]
+    counts = tables.block_indptr[rows + 1] - starts
+    columns = np.arange(int(counts.max()))
+    used = columns < counts[:, None]
+    padded = np.zeros(used.shape, dtype=np.int32)
+    padded[used] = tables.block_ids[(starts[:, None] + columns)[used]]
+    return padded
+
+
+def slots_of(tables: Int32, lens: Int64, width: int, block_size: int) -> Int64:
+    """Slots of positions 0 to width - 1 of every row; positions past the end name the row's last slot.
+
+    Shape:
+        tables: (B, blocks); lens: (B,); returns (B * width,).
+    """
+    every = (tables.astype(np.int64)[:, :, None] * block_size + np.arange(block_size)).reshape(len(lens), -1)[:, :width]
+    last = every[np.arange(len(lens)), lens - 1]
+    return np.where(np.arange(width) < lens[:, None], every, last[:, None]).reshape(-1)

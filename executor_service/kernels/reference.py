@@ -1,0 +1,67 @@
+"""The oracle of every paged kernel: plain loops in float64, one row and one head at a time.
+
+Station: called by tests and by the conformance kit only. Slow on purpose; it shares no code with what it checks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def write_kv(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Store K and V of every token in its slot.
+
+    Args:
+        key: keys of all tokens of the step.
+        value: values of all tokens of the step.
+        cache: one layer's cache, changed in place.
+        slots: block_id * block_size + offset of every token.
+
+    Shape:
+        key, value: (T, H_kv, D); cache: (2, num_blocks, block_size, H_kv, D); slots: (T,).
+    """
+    block_size = cache.shape[2]
+    for token, slot in enumerate(slots.tolist()):
+        block, offset = divmod(slot, block_size)
+        cache[0, block, offset] = key[token]
+        cache[1, block, offset] = value[token]
+
+
+def paged_attention(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    query_lens: list[int],
+    seq_lens: list[int],
+    block_tables: list[list[int]],
+    scaling: float,
+) -> torch.Tensor:
+    """Causal attention of every row over its own blocks: softmax(scaling * q k^T) v.
+
+    Args:
+        query: queries of all rows, row after row.
+        cache: one layer's cache, with this step's K/V written.
+        query_lens: tokens of each row in this step.
+        seq_lens: sequence length of each row after this step.
+        block_tables: the blocks of each row, in the order of positions.
+        scaling: factor on the scores.
+
+    Shape:
+        query: (T, H_q, D) with T = sum(query_lens); cache: (2, num_blocks, block_size, H_kv, D); returns (T, H_q, D).
+    """
+    _, _, block_size, num_kv_heads, _ = cache.shape
+    group = query.shape[1] // num_kv_heads
+    out = torch.empty_like(query)
+    token = 0
+    for query_len, seq_len, table in zip(query_lens, seq_lens, block_tables, strict=True):
+        rows = [cache[:, table[pos // block_size], pos % block_size].double() for pos in range(seq_len)]
+        keys = torch.stack([row[0] for row in rows])
+        values = torch.stack([row[1] for row in rows])
+        for position in range(seq_len - query_len, seq_len):
+            for head in range(query.shape[1]):
+                seen_k = keys[: position + 1, head // group]
+                seen_v = values[: position + 1, head // group]
+                weights = torch.softmax(scaling * (seen_k @ query[token, head].double()), dim=0)
+                out[token, head] = (weights @ seen_v).to(query.dtype)
+            token += 1
+    return out

@@ -1,0 +1,77 @@
+"""The physical paged KV cache: one tensor per layer, in NHD layout.
+
+Station: allocated by `backends.torch_backend`, written and read by `kernels.torch_paged`. It knows shapes and bytes;
+which block holds what is the manager's knowledge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from executor_service.memory_profiler import kv_bytes_per_block
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """Geometry of the cache, equal in all layers.
+
+    Units:
+        block_size: tokens per block; head_dim: elements.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token_and_layer(self) -> int:
+        """Bytes of K and V of one token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers, K and V together."""
+        return kv_bytes_per_block(
+            self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.dtype.itemsize
+        )
+
+
+class PagedKvCache:
+    """`num_blocks` blocks of K and V in every layer.
+
+    Each layer is one contiguous tensor of shape (2, num_blocks, block_size, num_kv_heads, head_dim): index 0 is K,
+    index 1 is V, and a block is contiguous in each (NHD: token, head, dim). A slot, block_id * block_size + offset, is
+    a row of `keys[layer]` and `values[layer]`.
+
+    Shape:
+        layers[l]: (2, num_blocks, block_size, num_kv_heads, head_dim); keys[l], values[l]: views of it,
+        (num_blocks * block_size, num_kv_heads * head_dim).
+
+    Invariants:
+        All memory is written at allocation, so the resident size is the whole size from the start, and no slot ever
+        holds what another process or tensor left there.
+    """
+
+    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        shape = (2, num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        # empty + zero_, not zeros: the latter may map pages that cost memory only when first written.
+        self.layers = [torch.empty(shape, dtype=layout.dtype, device=device).zero_() for _ in range(layout.num_layers)]
+        width = layout.num_kv_heads * layout.head_dim
+        self.keys = [layer[0].view(-1, width) for layer in self.layers]
+        self.values = [layer[1].view(-1, width) for layer in self.layers]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole cache."""
+        return self.num_blocks * self.layout.bytes_per_block
+
+    def clear(self) -> None:
+        """Zero every slot."""
+        for layer in self.layers:
+            layer.zero_()

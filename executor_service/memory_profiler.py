@@ -1,0 +1,246 @@
+"""How many KV blocks fit: measured, not guessed.
+
+Station: `backends.torch_backend` loads weights, runs its worst step inside `PeakMeter`, and turns the peak into blocks
+with `compute_num_blocks`. This module knows memory; it knows no model.
+
+The formula: `available = utilization * total - peak`, `num_blocks = available // bytes_per_block`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+import torch
+
+from executor_service.backends.base import NotEnoughMemoryError
+
+# glibc's mallopt parameters, <malloc.h>.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_MMAP_THRESHOLD = 4 * 1024 * 1024
+_TRIM_THRESHOLD = 64 * 1024 * 1024
+_SELF = Path("/proc/self")
+
+
+def kv_bytes_per_block(num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype_bytes: int) -> int:
+    """Bytes of one block: K and V of `block_size` tokens in every layer."""
+    return 2 * num_layers * num_kv_heads * head_dim * block_size * dtype_bytes
+
+
+def available_bytes(total_bytes: int, utilization: float, peak_bytes: int) -> int:
+    """Bytes left for KV; negative when the peak alone is too much."""
+    return math.floor(total_bytes * utilization) - peak_bytes
+
+
+def compute_num_blocks(total_bytes: int, utilization: float, peak_bytes: int, bytes_per_block: int) -> int:
+    """Whole blocks that fit into what the peak leaves, at least 0."""
+    return max(0, available_bytes(total_bytes, utilization, peak_bytes)) // bytes_per_block
+
+
+def min_num_blocks(max_model_len: int, block_size: int) -> int:
+    """Blocks that one sequence of `max_model_len` tokens needs, and the null block."""
+    return -(-max_model_len // block_size) + 1
+
+
+def require_one_sequence(
+    num_blocks: int,
+    *,
+    max_model_len: int,
+    block_size: int,
+    bytes_per_block: int,
+    total_bytes: int,
+    utilization: float,
+    weights_bytes: int,
+    peak_bytes: int,
+) -> None:
+    """Refuse a cache that could never hold one sequence of the longest length.
+
+    Raises:
+        NotEnoughMemoryError: with every term of the formula, what is missing, and the flags that help.
+    """
+    needed = min_num_blocks(max_model_len, block_size)
+    if num_blocks >= needed:
+        return
+    available = available_bytes(total_bytes, utilization, peak_bytes)
+    missing = needed * bytes_per_block - available
+    fits = max(0, num_blocks - 1) * block_size
+    raise NotEnoughMemoryError(
+        "NOT_ENOUGH_MEMORY",
+        f"one sequence of max_model_len={max_model_len} tokens needs {needed} KV blocks of {bytes_per_block} bytes "
+        f"({needed * bytes_per_block} bytes, the null block included), but {num_blocks} fit: total {total_bytes} * "
+        f"utilization {utilization} - peak {peak_bytes} (weights {weights_bytes}) leaves {available} bytes, {missing} "
+        "too few. Give it more memory with --memory-limit (CPU) or --gpu-memory-utilization, shorten sequences with "
+        f"--max-model-len (at most {fits} tokens fit now), or lower the peak with --max-num-batched-tokens and "
+        "--max-num-seqs.",
+        needed_blocks=needed,
+        num_blocks=num_blocks,
+        bytes_per_block=bytes_per_block,
+        total_bytes=total_bytes,
+        utilization=utilization,
+        weights_bytes=weights_bytes,
+        peak_bytes=peak_bytes,
+        available_bytes=available,
+        missing_bytes=missing,
+        max_model_len=max_model_len,
+    )
+
+
+def total_memory(device: torch.device, memory_limit: int | None) -> int:
+    """Memory that the executor's share is taken from. Units: bytes.
+
+    Args:
+        device: where the model computes.
+        memory_limit: the limit that was set; only for CPU.
+
+    Returns:
+        The device's memory; on CPU the limit, or the smaller of the machine's memory and the cgroup's limit.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if memory_limit is not None:
+        return memory_limit
+    return min([psutil.virtual_memory().total, *_cgroup_limits()])
+
+
+def _cgroup_limits(proc: Path = _SELF, root: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """Memory limits of this process's cgroup and those above it, v2 and v1."""
+    try:
+        lines = (proc / "cgroup").read_text().splitlines()
+    except OSError:
+        return []  # no cgroups here (not Linux): the machine's memory is the limit
+    limits = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        base, name = (root, "memory.max") if not controllers else (root / "memory", "memory.limit_in_bytes")
+        folder = base / path.lstrip("/")
+        for place in [folder, *folder.parents]:
+            limit = place / name
+            if limit.is_file() and (text := limit.read_text().strip()) != "max":
+                limits.append(int(text))
+            if place == base:
+                break
+    return limits
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def tune_malloc() -> None:
+    """Make glibc give memory back and share its arenas, so that resident memory follows use.
+
+    By default every thread may get an arena of its own, and the size above which memory is mapped (and so returned when
+    freed) grows with use: peaks of different steps then add up. Elsewhere than glibc it does nothing.
+
+    Source: mallopt(3).
+    """
+    libc = _glibc()
+    if libc is None:
+        return
+    libc.mallopt(_M_ARENA_MAX, 2)
+    libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
+    libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
+
+
+def release_free_memory(device: torch.device) -> None:
+    """Collect garbage and give freed memory back to the system or the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    libc = _glibc()
+    if libc is not None:
+        libc.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    """The C library, if it is glibc."""
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None)
+    return libc if hasattr(libc, "gnu_get_libc_version") else None
+
+
+class PeakMeter:
+    """Context that measures the most memory held while it is open.
+
+    On CPU it is the process's resident memory: the kernel's own high-water mark, reset by /proc/self/clear_refs, or
+    samples of a thread where that can not be reset. On CUDA it is what torch reserved at most plus what else lies on
+    the device (CUDA's context, libraries, other processes).
+
+    Attributes:
+        peak_bytes: the result, once closed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.peak_bytes = 0
+        self._device = device
+        self._sampler: _RssSampler | None = None
+
+    def __enter__(self) -> PeakMeter:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+        elif not _reset_high_water_mark():
+            self._sampler = _RssSampler()
+            self._sampler.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            free, total = torch.cuda.mem_get_info(self._device)
+            other = total - free - torch.cuda.memory_reserved(self._device)
+            self.peak_bytes = torch.cuda.max_memory_reserved(self._device) + other
+        elif self._sampler is not None:
+            self.peak_bytes = self._sampler.stop()
+        else:
+            self.peak_bytes = high_water_mark()
+
+
+def high_water_mark() -> int:
+    """The most resident memory since the last reset (VmHWM). Units: bytes."""
+    for line in (_SELF / "status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("expected a VmHWM line in /proc/self/status, got none")
+
+
+def _reset_high_water_mark() -> bool:
+    """Reset VmHWM; whether that worked (proc(5): clear_refs)."""
+    try:
+        (_SELF / "clear_refs").write_text("5")
+    except OSError:
+        return False  # not Linux, or /proc is mounted read-only: the caller samples instead
+    return True
+
+
+class _RssSampler(threading.Thread):
+    """Samples resident memory every 2 ms, and once at each end."""
+
+    def __init__(self) -> None:
+        super().__init__(name="rss-sampler", daemon=True)
+        self._peak = resident_bytes()
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        """Sample until stopped."""
+        while not self._done.wait(0.002):
+            self._peak = max(self._peak, resident_bytes())
+
+    def stop(self) -> int:
+        """End the thread. Returns the peak in bytes."""
+        self._done.set()
+        self.join()
+        return max(self._peak, resident_bytes())

@@ -1,0 +1,230 @@
+"""Weights, configuration and tokenizer of a model, from a local folder, a GGUF file or a hub id.
+
+Station: called once by `backends.torch_backend.load`. It refuses what the paged attention could not run right, as far
+as the configuration tells; what only a forward pass tells is `model_runner.probe`'s business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from executor_service.backends.base import BackendError
+from executor_service.gguf_conversion import converted_folder, default_cache_dir
+from executor_service.model_files import TOKENIZER_FILES, eos_token_ids, fingerprint, tokenizer_files
+from executor_service.model_runner import ATTENTION_NAME
+
+_HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer.model", *TOKENIZER_FILES]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run and what is known of it."""
+
+    model: PreTrainedModel
+    name: str
+    fingerprint: str
+    dtype: torch.dtype
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer_files: dict[str, bytes]
+
+
+def load_model(
+    source: str,
+    *,
+    device: torch.device,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    name: str | None = None,
+    cache_dir: Path | None = None,
+) -> LoadedModel:
+    """Load a model.
+
+    Args:
+        source: a local folder, a .gguf file, or a hub id.
+        device: where the weights go.
+        dtype: "auto", "float32", "bfloat16" or "float16"; auto is the checkpoint's, on CPU float32 for GGUF.
+        max_model_len: the most tokens of a sequence; None takes the model's own.
+        name: what to call it; None derives it from the source.
+        cache_dir: where converted GGUF files lie; None is `default_cache_dir()`.
+
+    Raises:
+        BackendError: it can not be found or read, or is of a kind that the paged attention does not run.
+    """
+    if dtype != "auto" and dtype not in _DTYPES:
+        raise BackendError("BAD_DTYPE", f"expected dtype auto, {', '.join(_DTYPES)}, got {dtype!r}", dtype=dtype)
+    folder, is_gguf = resolve_source(source, cache_dir or default_cache_dir())
+    config = _read_config(folder)
+    check_architecture(config)
+    length = resolve_max_model_len(config, max_model_len)
+    if dtype == "auto" and is_gguf and device.type == "cuda":
+        dtype = "bfloat16"  # a GGUF's quantised weights have no float type of their own
+    model = _read_weights(folder, config, dtype, device)
+    return LoadedModel(
+        model=model,
+        name=name or _derived_name(source),
+        fingerprint=fingerprint(folder, config),
+        dtype=model.dtype,
+        vocab_size=int(config.get_text_config().vocab_size),
+        max_model_len=length,
+        eos_token_ids=eos_token_ids(folder, config),
+        tokenizer_files=tokenizer_files(folder),
+    )
+
+
+def resolve_source(source: str, cache_dir: Path) -> tuple[Path, bool]:
+    """The folder with safetensors, and whether it is a converted GGUF.
+
+    Raises:
+        BackendError: there is no such file, folder or reachable hub id.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise BackendError("MODEL_NOT_READABLE", f"expected a .gguf file or a folder, got {path}", model=source)
+        return converted_folder(path, cache_dir), True
+    if not path.is_dir():
+        path = _download(source)
+    if not any(path.glob("*.safetensors")):
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1:
+            return converted_folder(files[0], cache_dir), True
+        raise BackendError(
+            "MODEL_NOT_READABLE",
+            f"expected *.safetensors or one .gguf file in {path}, got {sorted(p.name for p in path.iterdir())}",
+            model=source,
+        )
+    return path, False
+
+
+def _download(source: str) -> Path:
+    """A hub id's files, from the hub or its local cache."""
+    try:
+        return Path(snapshot_download(source, allow_patterns=_HUB_PATTERNS))
+    except HFValidationError as error:
+        raise BackendError(
+            "MODEL_NOT_FOUND",
+            f"expected a folder, a .gguf file or a hub id, got {source!r}: nothing there",
+            model=source,
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise BackendError(
+            "MODEL_NOT_REACHABLE",
+            f"{source!r} is no local folder or .gguf file, and as a hub id it could not be fetched "
+            f"({type(error).__name__}: {error}). Check the spelling and the network, set HF_TOKEN for a gated model, "
+            "or give a local folder.",
+            model=source,
+        ) from error
+
+
+def _read_config(folder: Path) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise BackendError(
+            "MODEL_NOT_READABLE",
+            f"expected a config.json that transformers knows in {folder}, got {error}",
+            model=folder,
+        ) from error
+
+
+def check_architecture(config: PreTrainedConfig) -> None:
+    """Refuse what is not a decoder with full attention in every layer.
+
+    Raises:
+        BackendError: names the layer types found.
+    """
+    text = config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False):
+        raise BackendError(
+            "MODEL_NOT_SUPPORTED",
+            f"expected a decoder-only model, got {config.model_type}",
+            model_type=config.model_type,
+        )
+    layer_types = getattr(text, "layer_types", None)
+    found = sorted(set(layer_types)) if layer_types else ["full_attention"]
+    window = getattr(text, "sliding_window", None)
+    if not layer_types and window and getattr(text, "use_sliding_window", True):
+        found = [f"sliding_attention (window {window})"]
+    if found != ["full_attention"]:
+        raise BackendError(
+            "MODEL_NOT_SUPPORTED",
+            f"expected full_attention in every layer, got {', '.join(found)} in {config.model_type}; this backend has "
+            "one KV group of full attention",
+            model_type=config.model_type,
+            layer_types=", ".join(found),
+        )
+    for key in ("attn_logit_softcapping", "attn_logit_softcap"):
+        if getattr(text, key, None):
+            raise BackendError(
+                "MODEL_NOT_SUPPORTED",
+                f"expected attention without a cap on its scores, got {key}={getattr(text, key)}",
+                model_type=config.model_type,
+            )
+
+
+def resolve_max_model_len(config: PreTrainedConfig, asked: int | None) -> int:
+    """The most tokens of a sequence: what was asked for, within what the model can do.
+
+    Raises:
+        BackendError: more than the model's positions, or a length at which its rotary factors would change with the
+            longest row of a step, so that a row's tokens would depend on its neighbours.
+    """
+    text = config.get_text_config(decoder=True)
+    positions = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        positions = rope.get("original_max_position_embeddings") or positions
+    if positions is None and asked is None:
+        raise BackendError(
+            "NO_MAX_MODEL_LEN",
+            "the model's config has no max_position_embeddings: set --max-model-len",
+            model_type=config.model_type,
+        )
+    if asked is not None and (asked < 1 or (positions is not None and asked > positions)):
+        raise BackendError(
+            "BAD_MAX_MODEL_LEN",
+            f"expected --max-model-len from 1 to {positions}, got {asked}",
+            max_model_len=asked,
+            max_position_embeddings=positions,
+        )
+    return int(asked if asked is not None else positions)
+
+
+def _read_weights(folder: Path, config: PreTrainedConfig, dtype: str, device: torch.device) -> PreTrainedModel:
+    """Weights through transformers, mapped from the files and copied tensor by tensor."""
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=_DTYPES.get(dtype, "auto"),
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise BackendError(
+            "MODEL_NOT_READABLE", f"expected a model that transformers can load in {folder}, got {error}", model=folder
+        ) from error
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
+    return model.to(device).eval().requires_grad_(requires_grad=False)
+
+
+def _derived_name(source: str) -> str:
+    """The file's or folder's name, or the hub id as it is."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return path.stem
+    return path.resolve().name if path.is_dir() else source

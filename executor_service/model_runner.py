@@ -1,0 +1,215 @@
+"""Runs one step through transformers' model code, with attention replaced by the paged one.
+
+Station: called by `backends.torch_backend`; calls the model, `kernels.torch_paged` and `sampler`. It keeps weights and
+nothing of a request.
+
+How: all rows of a step are laid end to end as one sequence with its own `position_ids`; the model sees no cache and no
+mask. Its attention layers call `_attention_interface`, which finds the step's plan and the cache among its keyword
+arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from executor_service.backends.base import BackendError, GroupTables, RowFailure, StepBatch, StepResult
+from executor_service.kernels.attention_plan import AttentionLimits, AttentionPlan, plan_attention
+from executor_service.kernels.torch_paged import paged_attention
+from executor_service.kv_cache import PagedKvCache
+from executor_service.sampler import sample
+
+ATTENTION_NAME = "kvplane_paged"
+
+# Keyword arguments by which models ask for what this attention does not do.
+_REFUSED_ARGUMENTS = ("softcap", "sliding_window", "s_aux", "position_bias", "attention_mask")
+
+
+@dataclass(frozen=True)
+class PagedStep:
+    """What attention needs of a step besides queries, keys and values."""
+
+    plan: AttentionPlan
+    cache: PagedKvCache
+
+
+@dataclass
+class ProbeStep:
+    """Stands in for a PagedStep in the probe: notes what each layer passes. Shape: seen[layer] = (H_kv, D)."""
+
+    seen: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def note(self, layer: int, key: torch.Tensor, value: torch.Tensor, refused: dict[str, Any]) -> None:
+        """Check one layer's call.
+
+        Raises:
+            BackendError: the layer asks for something else than plain attention, or its K and V differ in shape.
+        """
+        wanted = sorted(name for name, value in refused.items() if value is not None)
+        if wanted:
+            raise BackendError(
+                "MODEL_NOT_SUPPORTED",
+                f"expected plain full attention, but layer {layer} asks for {', '.join(wanted)}",
+                layer=layer,
+                arguments=", ".join(wanted),
+            )
+        if key.shape != value.shape:
+            raise BackendError(
+                "MODEL_NOT_SUPPORTED",
+                f"expected K and V of one shape, got {tuple(key.shape)} and {tuple(value.shape)} in layer {layer}",
+                layer=layer,
+            )
+        if layer in self.seen:
+            raise BackendError("MODEL_NOT_SUPPORTED", f"expected one attention call per layer, got two in {layer}")
+        self.seen[layer] = (key.shape[1], key.shape[3])
+
+
+def _attention_interface(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    paged_step: PagedStep | ProbeStep | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function transformers calls in every layer.
+
+    Shape:
+        query: (1, H_q, T, D); key, value: (1, H_kv, T, D); returns (1, T, H_q, D) and no weights.
+    """
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    if isinstance(paged_step, PagedStep):
+        keys, values = paged_step.cache.keys[layer], paged_step.cache.values[layer]
+        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+        return paged_attention(q, k, v, keys, values, plan=paged_step.plan, scaling=scaling).unsqueeze(0), None
+    if paged_step is None:
+        raise BackendError(
+            "MODEL_NOT_SUPPORTED",
+            f"expected keyword arguments to reach attention, got none in layer {layer}",
+            layer=layer,
+        )
+    refused = {name: kwargs.get(name) for name in _REFUSED_ARGUMENTS} | {"attention_mask": attention_mask}
+    paged_step.note(layer, key, value, refused)
+    return query.transpose(1, 2), None
+
+
+# transformers makes no mask for an attention that has no mask function of its own: rows end to end need none.
+AttentionInterface.register(ATTENTION_NAME, _attention_interface)
+
+
+def probe(model: PreTrainedModel, vocab_size: int) -> tuple[int, int, int]:
+    """Learn from one forward pass how many layers attend and what their K/V look like.
+
+    A configuration can not be trusted for this: every architecture names it otherwise, and layers that keep another
+    state (Mamba, linear attention) show only by not calling attention.
+
+    Returns:
+        Number of layers, KV heads per layer, head dimension.
+
+    Raises:
+        BackendError: a layer does not call the attention interface, or layers differ.
+    """
+    step = ProbeStep()
+    tokens = torch.arange(2, device=model.device).remainder(vocab_size).unsqueeze(0)
+    positions = torch.arange(2, device=model.device).unsqueeze(0)
+    with torch.inference_mode():
+        last = torch.ones(1, dtype=torch.int64, device=model.device)
+        output = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=last, paged_step=step)
+    if output.logits.shape != (1, 1, vocab_size):
+        raise BackendError(
+            "MODEL_NOT_SUPPORTED",
+            f"expected logits of shape (1, 1, {vocab_size}) for one wanted token, got {tuple(output.logits.shape)}",
+            model_type=model.config.model_type,
+        )
+    num_layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+    shapes = set(step.seen.values())
+    if sorted(step.seen) != list(range(num_layers)) or len(shapes) != 1:
+        raise BackendError(
+            "MODEL_NOT_SUPPORTED",
+            f"expected {num_layers} layers that call attention with one K/V shape, got layers {sorted(step.seen)} with "
+            f"(KV heads, head_dim) {sorted(shapes)} in {model.config.model_type}",
+            model_type=model.config.model_type,
+        )
+    kv_heads, head_dim = shapes.pop()
+    return num_layers, kv_heads, head_dim
+
+
+class ModelRunner:
+    """Runs steps on one model.
+
+    Args:
+        model: weights, in evaluation mode, with `ATTENTION_NAME` as attention.
+        limits: bounds of the attention workspace.
+    """
+
+    def __init__(self, model: PreTrainedModel, limits: AttentionLimits) -> None:
+        self._model = model
+        self._device = model.device
+        self._limits = limits
+
+    @torch.inference_mode()
+    def run(self, batch: StepBatch, cache: PagedKvCache) -> StepResult:
+        """One step: K/V of all rows written, then attention, then sampling."""
+        logits = self.forward(batch, cache)
+        if batch.sampling is None:
+            return StepResult(np.zeros(0, dtype=np.int32))
+        result = sample(logits, batch.sampling)
+        failures = [
+            RowFailure(
+                int(batch.sampling.rows[index]),
+                "NON_FINITE_LOGITS",
+                "the row's logits hold NaN or +inf, or its parameters leave no token to choose",
+            )
+            for index in result.failed
+        ]
+        return StepResult(result.token_ids, result.logprobs, failures)
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, cache: PagedKvCache) -> torch.Tensor:
+        """Raw logits of the sampling rows. Shape: (S, V) in the model's type; S is 0 without sampling."""
+        if len(batch.tables) != 1:
+            raise BackendError(
+                "BAD_STEP",
+                f"expected one block table per row (one KV group), got {len(batch.tables)}",
+                step_id=batch.step_id,
+            )
+        table: GroupTables = batch.tables[0]
+        plan = plan_attention(
+            batch.query_indptr,
+            batch.seq_lens,
+            table,
+            batch.slot_mappings[0],
+            block_size=cache.layout.block_size,
+            limits=self._limits,
+            device=self._device,
+        )
+        output = self._model(
+            input_ids=self._to_device(batch.token_ids),
+            position_ids=self._to_device(batch.positions),
+            use_cache=False,
+            logits_to_keep=self._last_tokens(batch),
+            paged_step=PagedStep(plan, cache),
+        )
+        return output.logits[0]
+
+    def _last_tokens(self, batch: StepBatch) -> torch.Tensor | int:
+        """Indices of the tokens whose logits are wanted; 0 means all, without a copy."""
+        if batch.sampling is None:
+            return torch.zeros(0, dtype=torch.int64, device=self._device)
+        if len(batch.sampling.rows) == len(batch.token_ids):
+            return 0
+        last = batch.query_indptr[batch.sampling.rows + 1].astype(np.int64) - 1
+        return torch.from_numpy(last).to(self._device)
+
+    def _to_device(self, column: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> torch.Tensor:
+        """One sequence of int64. Shape: (T,) to (1, T)."""
+        return torch.from_numpy(column.astype(np.int64)).to(self._device).unsqueeze(0)

@@ -1,0 +1,183 @@
+"""Builds StepBatch objects from plain lists, and tiny models to run them on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from executor_service.backends.base import (
+    GroupTables,
+    PenaltyHistory,
+    SamplingBatch,
+    StepBatch,
+    TokenSampling,
+)
+
+GREEDY = TokenSampling(
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    logit_bias={},
+    suppressed_token_ids=(),
+    num_logprobs=-1,
+)
+VOCAB_SIZE = 199
+
+
+def sampling(**changes: object) -> TokenSampling:
+    """Greedy parameters with changes."""
+    return replace(GREEDY, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a step: `tokens` stand at positions `start`...; `blocks` hold the whole sequence up to their end."""
+
+    tokens: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    params: TokenSampling | None = GREEDY
+    seed: int = 0
+    history: PenaltyHistory | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+def build_step(rows: Sequence[Row], block_size: int, step_id: int = 1) -> StepBatch:
+    """A step of these rows, every array read-only as the shell makes them."""
+    positions = np.concatenate([np.arange(row.start, row.end) for row in rows])
+    slots = [
+        row.blocks[position // block_size] * block_size + position % block_size
+        for row in rows
+        for position in range(row.start, row.end)
+    ]
+    counts = [-(-row.end // block_size) for row in rows]
+    tables = GroupTables(
+        block_indptr=_int32([0, *np.cumsum(counts)]),
+        block_ids=_int32([b for row, count in zip(rows, counts, strict=True) for b in row.blocks[:count]]),
+        last_block_len=_int32([row.end - (count - 1) * block_size for row, count in zip(rows, counts, strict=True)]),
+    )
+    return StepBatch(
+        step_id=step_id,
+        query_indptr=_int32([0, *np.cumsum([len(row.tokens) for row in rows])]),
+        token_ids=_int32([token for row in rows for token in row.tokens]),
+        positions=_int32(positions),
+        seq_lens=_int32([row.end for row in rows]),
+        tables=[tables],
+        slot_mappings=[_frozen(np.array(slots, dtype=np.int64))],
+        sampling=_sampling(rows),
+    )
+
+
+def _sampling(rows: Sequence[Row]) -> SamplingBatch | None:
+    chosen = [index for index, row in enumerate(rows) if row.params is not None]
+    if not chosen:
+        return None
+    params = [rows[index].params or GREEDY for index in chosen]
+    histories: Mapping[int, PenaltyHistory] = {
+        place: history for place, index in enumerate(chosen) if (history := rows[index].history) is not None
+    }
+    return sampling_batch(
+        params,
+        seeds=[rows[index].seed for index in chosen],
+        positions=[rows[index].end for index in chosen],
+        histories=histories,
+        rows=chosen,
+    )
+
+
+def sampling_batch(
+    params: Sequence[TokenSampling],
+    *,
+    seeds: Sequence[int] | None = None,
+    positions: Sequence[int] | None = None,
+    histories: Mapping[int, PenaltyHistory] | None = None,
+    rows: Sequence[int] | None = None,
+) -> SamplingBatch:
+    """A sampling batch with one parameter set per row."""
+    size = len(params)
+    return SamplingBatch(
+        rows=_int32(rows if rows is not None else range(size)),
+        params=list(params),
+        params_index=_int32(range(size)),
+        seeds=_frozen(np.array(seeds if seeds is not None else [0] * size, dtype=np.uint64)),
+        positions=_int32(positions if positions is not None else [1] * size),
+        histories=histories or {},
+    )
+
+
+def tiny_config(kind: str, **changes: object) -> PreTrainedConfig:
+    """A configuration small enough to run in milliseconds: "llama", "qwen2" or "qwen3"."""
+    values: dict[str, object] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 96,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "eos_token_id": 3,
+        "bos_token_id": 1,
+        "pad_token_id": None,
+        "initializer_range": 0.4,
+    } | changes
+    if kind == "qwen3":
+        values |= {"head_dim": 20}  # not hidden_size / heads, which Qwen3 allows
+    kinds = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+    return kinds[kind](**values)
+
+
+def save_tiny_model(folder: Path, kind: str, **changes: object) -> Path:
+    """A seeded random model in float32, as a safetensors folder."""
+    torch.manual_seed(20_240_613)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes), dtype=torch.float32)
+    model.save_pretrained(folder)
+    return folder
+
+
+def reference_tokens(folder: Path, prompt: Sequence[int], count: int) -> list[int]:
+    """Greedy tokens of transformers' own generate, eager attention, no early end."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    ids = torch.tensor([list(prompt)])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    """Random prompt tokens."""
+    return [int(t) for t in np.random.default_rng(seed).integers(4, VOCAB_SIZE, length)]
+
+
+def _int32(values: Sequence[int] | range | np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    return _frozen(np.array(values, dtype=np.int32))
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    array.flags.writeable = False
+    return array

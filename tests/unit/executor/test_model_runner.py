@@ -1,0 +1,188 @@
+"""Steps written by hand give, in float32, exactly the greedy tokens of transformers' generate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from executor_service.backends.base import BackendError
+from executor_service.kernels.attention_plan import AttentionLimits
+from executor_service.kv_cache import KvLayout, PagedKvCache
+from executor_service.model_loader import load_model
+from executor_service.model_runner import ATTENTION_NAME, ModelRunner, probe
+from tests.unit.executor.step_builder import (
+    VOCAB_SIZE,
+    Row,
+    build_step,
+    prompt_of,
+    reference_tokens,
+    sampling,
+    save_tiny_model,
+    tiny_config,
+)
+
+NEW_TOKENS = 24
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
+
+
+class Harness:
+    """A runner with a cache, which decodes several sequences through hand-written tables."""
+
+    def __init__(
+        self, folder: Path, block_size: int, num_blocks: int = 64, limits: AttentionLimits | None = None
+    ) -> None:
+        model = load_model(str(folder), device=CPU, dtype="float32").model
+        layers, kv_heads, dim = probe(model, VOCAB_SIZE)
+        self.block_size = block_size
+        self.cache = PagedKvCache(KvLayout(layers, kv_heads, dim, block_size, torch.float32), num_blocks, CPU)
+        self.runner = ModelRunner(model, limits or AttentionLimits(gather_tokens=1 << 16))
+        self.free = np.random.default_rng(block_size).permutation(np.arange(1, num_blocks)).tolist()
+
+    def take(self, tokens: int) -> list[int]:
+        """Shuffled blocks for this many tokens."""
+        return [self.free.pop() for _ in range(-(-tokens // self.block_size))]
+
+    def step(self, rows: list[Row]) -> list[int]:
+        """Run one step; the tokens of the rows that sample."""
+        result = self.runner.run(build_step(rows, self.block_size), self.cache)
+        assert not result.failures
+        return [int(token) for token in result.sampled_token_ids]
+
+    def decode(self, sequences: list[list[int]], tables: list[list[int]], count: int) -> None:
+        """Extend the sequences, whose last token is not computed yet, by `count` greedy tokens in common steps."""
+        for _ in range(count):
+            rows = [Row(seq[-1:], len(seq) - 1, table) for seq, table in zip(sequences, tables, strict=True)]
+            for seq, token in zip(sequences, self.step(rows), strict=True):
+                seq.append(token)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_run_ragged_batch_equals_generate(folder: Path, block_size: int) -> None:
+    harness = Harness(folder, block_size)
+    prompts = [prompt_of(length, seed) for seed, length in enumerate((1, 7, 32, 45, 100))]
+    tables = [harness.take(len(prompt) + NEW_TOKENS) for prompt in prompts]
+    first = harness.step([Row(prompt, 0, table) for prompt, table in zip(prompts, tables, strict=True)])
+    sequences = [[*prompt, token] for prompt, token in zip(prompts, first, strict=True)]
+    harness.decode(sequences, tables, NEW_TOKENS - 1)
+    for prompt, seq in zip(prompts, sequences, strict=True):
+        assert seq[len(prompt) :] == reference_tokens(folder, prompt, NEW_TOKENS)
+
+
+def test_run_chunked_prefill_mixed_with_decode_equals_generate(folder: Path) -> None:
+    harness = Harness(folder, 16, limits=AttentionLimits(gather_tokens=32, mask_elements=64, index_elements=40))
+    long, short = prompt_of(90, 5), prompt_of(11, 6)
+    long_table, short_table = harness.take(90 + NEW_TOKENS), harness.take(11 + NEW_TOKENS)
+    decoding = [*short, *harness.step([Row(short, 0, short_table)])]
+    chunks = [(0, 7), (7, 48), (48, 49), (49, 90)]  # one of a single token, none at a block boundary but one
+    for start, end in chunks:
+        chunk = Row(long[start:end], start, long_table, params=sampling() if end == 90 else None)
+        tokens = harness.step([chunk, Row(decoding[-1:], len(decoding) - 1, short_table)])
+        decoding.append(tokens[-1])
+    sequences = [[*long, tokens[0]], decoding]
+    harness.decode(sequences, [long_table, short_table], NEW_TOKENS - 1 - len(chunks))
+    for prompt, seq in zip((long, short), sequences, strict=True):
+        assert seq[len(prompt) :] == reference_tokens(folder, prompt, len(seq) - len(prompt))
+
+
+def test_run_rows_sharing_blocks_of_the_same_step_equals_generate(folder: Path) -> None:
+    harness = Harness(folder, 8)
+    shared = prompt_of(24, 9)
+    tails = [prompt_of(5, 10), prompt_of(9, 11)]
+    common = harness.take(24)
+    tables = [[*common, *harness.take(len(tail) + NEW_TOKENS)] for tail in tails]
+    # The second row reads the blocks that the first fills in this very step.
+    first = harness.step([Row([*shared, *tails[0]], 0, tables[0]), Row(tails[1], 24, tables[1])])
+    sequences = [[*shared, *tail, token] for tail, token in zip(tails, first, strict=True)]
+    harness.decode(sequences, tables, NEW_TOKENS - 1)
+    for tail, seq in zip(tails, sequences, strict=True):
+        assert seq[24 + len(tail) :] == reference_tokens(folder, [*shared, *tail], NEW_TOKENS)
+
+
+def test_run_stale_nan_in_the_cache_changes_nothing(folder: Path) -> None:
+    prompt = prompt_of(21, 3)
+    results = []
+    for garbage in (0.0, float("nan")):
+        harness = Harness(folder, 16)
+        for layer in harness.cache.layers:
+            layer.fill_(garbage)
+        table = harness.take(21 + NEW_TOKENS)
+        seq = [*prompt, *harness.step([Row(prompt, 0, table)])]
+        harness.decode([seq], [table], NEW_TOKENS - 1)
+        results.append(seq)
+    assert results[0] == results[1]
+    assert results[0][21:] == reference_tokens(folder, prompt, NEW_TOKENS)
+
+
+def test_run_without_sampling_writes_kv_and_returns_no_token(folder: Path) -> None:
+    harness = Harness(folder, 8)
+    table = harness.take(20)
+    assert harness.step([Row(prompt_of(20, 1), 0, table, params=None)]) == []
+    assert all(bool(layer[:, table[0]].abs().sum() > 0) for layer in harness.cache.layers)
+    assert all(bool(layer[:, 0].abs().sum() == 0) for layer in harness.cache.layers)
+
+
+def test_run_row_with_nan_logits_fails_alone(folder: Path) -> None:
+    harness = Harness(folder, 8)
+    good, bad = prompt_of(10, 1), prompt_of(10, 2)
+    tables = [harness.take(12), harness.take(12)]
+    harness.step([Row(good, 0, tables[0]), Row(bad, 0, tables[1])])
+    for layer in harness.cache.layers:
+        layer[:, tables[1][0]] = float("nan")
+    rows = [Row([5], 10, tables[1], params=sampling(num_logprobs=2)), Row([5], 10, tables[0])]
+    result = harness.runner.run(build_step(rows, 8), harness.cache)
+    assert [(f.row, f.reason) for f in result.failures] == [(0, "NON_FINITE_LOGITS")]
+    assert result.sampled_token_ids[0] == -1
+    assert result.sampled_token_ids[1] == reference_tokens(folder, [*good, 5], 1)[0]
+    assert not result.logprobs
+
+
+def test_run_logprobs_equal_log_softmax_of_the_full_model(folder: Path) -> None:
+    harness = Harness(folder, 16)
+    prompt = prompt_of(30, 4)
+    row = Row(prompt, 0, harness.take(31), params=sampling(num_logprobs=3))
+    result = harness.runner.run(build_step([row], 16), harness.cache)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0, -1], dim=-1)
+    best = expected.topk(3)
+    assert result.logprobs[0].token_ids.tolist() == [int(best.indices[0]), *best.indices.tolist()]
+    np.testing.assert_allclose(
+        result.logprobs[0].logprobs, [best.values[0].item(), *best.values.tolist()], rtol=1e-4, atol=1e-4
+    )
+
+
+def test_forward_two_kv_groups_is_refused(folder: Path) -> None:
+    harness = Harness(folder, 16)
+    step = build_step([Row([5, 6], 0, harness.take(2))], 16)
+    object.__setattr__(step, "tables", [step.tables[0], step.tables[0]])
+    with pytest.raises(BackendError, match="one block table per row") as caught:
+        harness.runner.run(step, harness.cache)
+    assert caught.value.reason == "BAD_STEP"
+
+
+def test_probe_model_with_attention_outside_the_interface_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"), attn_implementation=ATTENTION_NAME).eval()
+    layer = model.model.layers[1].self_attn
+
+    def no_attention(hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+        return hidden_states, None
+
+    layer.forward = no_attention
+    with pytest.raises(BackendError, match=r"expected 3 layers .* got layers \[0, 2\]") as caught:
+        probe(model, VOCAB_SIZE)
+    assert caught.value.reason == "MODEL_NOT_SUPPORTED"
+
+
+def test_probe_wrong_vocabulary_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"), attn_implementation=ATTENTION_NAME).eval()
+    with pytest.raises(BackendError, match="expected logits of shape"):
+        probe(model, VOCAB_SIZE + 1)

@@ -1,0 +1,152 @@
+"""The fast paged attention against the float64 oracle: odd shapes, shuffled blocks, garbage in unused slots."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from executor_service.kernels import reference
+from executor_service.kernels.attention_plan import AttentionLimits, plan_attention
+from executor_service.kernels.torch_paged import paged_attention
+from tests.unit.executor.step_builder import Row, build_step
+
+# (dtype, absolute tolerance, relative tolerance)
+TOLERANCES = [(torch.float32, 2e-6, 1e-5), (torch.bfloat16, 2e-2, 2e-2)]
+CPU = torch.device("cpu")
+WIDE = AttentionLimits(gather_tokens=1 << 16)
+# Every bound so small that it splits: one row a group, 16 queries a mask, indices made per layer.
+NARROW = AttentionLimits(gather_tokens=1, mask_elements=1, index_elements=0)
+
+# (query tokens, sequence length) of each row.
+STEPS = {
+    "decode_one": [(1, 37)],
+    "decode_first_token": [(1, 1), (1, 2)],
+    "decode_equal": [(1, 32), (1, 32), (1, 32)],
+    "decode_ragged": [(1, 5), (1, 200), (1, 64), (1, 1), (1, 130), (1, 66)],
+    "prefill_new": [(33, 33)],
+    "prefill_chunk": [(40, 75), (2, 130)],
+    "mixed": [(1, 200), (17, 17), (1, 9), (23, 90), (1, 33), (2, 2)],
+}
+
+
+def _run(
+    shapes: list[tuple[int, int]],
+    block_size: int,
+    dtype: torch.dtype,
+    limits: AttentionLimits,
+    *,
+    heads: tuple[int, int, int] = (6, 2, 16),
+    garbage: float = float("nan"),
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The step through both; the slots that no row uses hold garbage."""
+    q_heads, kv_heads, dim = heads
+    rng = np.random.default_rng(seed)
+    counts = [-(-seq // block_size) for _, seq in shapes]
+    free = rng.permutation(np.arange(1, sum(counts) + 4)).tolist()
+    blocks = [[free.pop() for _ in range(count)] for count in counts]
+    rows = [Row([0] * query, seq - query, own) for (query, seq), own in zip(shapes, blocks, strict=True)]
+    step = build_step(rows, block_size)
+    torch.manual_seed(seed)
+    num_tokens = len(step.token_ids)
+    query = torch.randn(num_tokens, q_heads, dim).to(dtype)
+    key, value = torch.randn(2, num_tokens, kv_heads, dim).to(dtype)
+    cache = torch.full((2, sum(counts) + 4, block_size, kv_heads, dim), garbage, dtype=dtype)
+    for row in rows:
+        for position in range(row.start):  # what earlier steps wrote
+            cache[:, row.blocks[position // block_size], position % block_size] = torch.randn(2, kv_heads, dim).to(
+                dtype
+            )
+    expected_cache = cache.clone()
+    reference.write_kv(key, value, expected_cache, torch.from_numpy(step.slot_mappings[0].copy()))
+    seq_lens = [seq for _, seq in shapes]
+    expected = reference.paged_attention(
+        query,
+        expected_cache,
+        query_lens=[q for q, _ in shapes],
+        seq_lens=seq_lens,
+        block_tables=blocks,
+        scaling=0.3,
+    )
+    plan = plan_attention(
+        step.query_indptr,
+        step.seq_lens,
+        step.tables[0],
+        step.slot_mappings[0],
+        block_size=block_size,
+        limits=limits,
+        device=torch.device("cpu"),
+    )
+    flat = cache.view(2, -1, kv_heads * dim)
+    actual = paged_attention(query, key, value, flat[0], flat[1], plan=plan, scaling=0.3)
+    assert torch.equal(cache.nan_to_num(7.0), expected_cache.nan_to_num(7.0))
+    return actual, expected
+
+
+@pytest.mark.parametrize("tolerance", TOLERANCES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("limits", [WIDE, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize("block_size", [1, 8, 16, 32])
+@pytest.mark.parametrize("shapes", STEPS.values(), ids=STEPS.keys())
+def test_paged_attention_any_step_equals_oracle(
+    shapes: list[tuple[int, int]],
+    block_size: int,
+    limits: AttentionLimits,
+    tolerance: tuple[torch.dtype, float, float],
+) -> None:
+    dtype, atol, rtol = tolerance
+    actual, expected = _run(shapes, block_size, dtype, limits)
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("heads", [(4, 4, 8), (5, 1, 24), (9, 3, 64), (1, 1, 2)])
+def test_paged_attention_any_head_geometry_equals_oracle(heads: tuple[int, int, int]) -> None:
+    actual, expected = _run(STEPS["mixed"], 16, torch.float32, WIDE, heads=heads)
+    torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
+def test_paged_attention_garbage_in_unused_slots_changes_no_bit(garbage: float) -> None:
+    clean, _ = _run(STEPS["mixed"], 16, torch.float32, WIDE, garbage=0.0)
+    dirty, _ = _run(STEPS["mixed"], 16, torch.float32, WIDE, garbage=garbage)
+    assert torch.equal(clean, dirty)
+
+
+def test_plan_attention_many_lengths_bounds_padding_and_gather() -> None:
+    shapes = [(1, length) for length in (900, 30, 40, 500, 880, 470, 100, 90, 860)]
+    table = list(range(1, 100))
+    step = build_step([Row([0], seq - 1, table) for _, seq in shapes], 16)
+    limits = AttentionLimits(gather_tokens=1800)
+    plan = plan_attention(
+        step.query_indptr,
+        step.seq_lens,
+        step.tables[0],
+        step.slot_mappings[0],
+        block_size=16,
+        limits=limits,
+        device=CPU,
+    )
+    groups = [sorted(int(n) for n in group.lens) for group in plan.decode]
+    assert groups == [[880, 900], [860], [470, 500], [40, 90, 100], [30]]
+    assert all(len(group.lens) * group.width <= 1800 for group in plan.decode)
+    assert sorted(int(t) for group in plan.decode for t in group.tokens) == list(range(9))
+
+
+def test_plan_attention_over_the_index_limit_keeps_no_slots() -> None:
+    step = build_step([Row([0], 99, list(range(1, 8))), Row([0], 9, [9])], 16)
+    limits = AttentionLimits(gather_tokens=4096, index_elements=50)
+    plan = plan_attention(
+        step.query_indptr,
+        step.seq_lens,
+        step.tables[0],
+        step.slot_mappings[0],
+        block_size=16,
+        limits=limits,
+        device=CPU,
+    )
+    assert [(group.width, group.kept_slots is None) for group in plan.decode] == [(100, True), (10, False)]
+
+
+@pytest.mark.parametrize(("context", "chunk"), [(1, 512), (8192, 512), (131072, 32), (10_000_000, 16)])
+def test_attention_limits_query_chunk_follows_context(context: int, chunk: int) -> None:
+    assert AttentionLimits(gather_tokens=1).query_chunk(context) == chunk
