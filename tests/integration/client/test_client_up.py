@@ -1,0 +1,213 @@
+"""``kvplane up`` as a process, over stand-ins for the two services that follow their contract in small."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Serves the scripted manager; its one executor is whatever process last wrote its id beside the argument file.
+MANAGER = """
+import asyncio, json, os, pathlib, signal, sys
+from kvplane.kvmanager.v1 import executor_registry_service_pb2 as registry_pb
+from scripted_manager import ScriptedManager
+
+here = pathlib.Path(os.environ["KVPLANE_TEST_FOLDER"])
+(here / "manager.json").write_text(json.dumps(sys.argv[1:]))
+print(json.dumps({"event": "manager_started", "level": "info"}), flush=True)
+
+async def executors(request, context):
+    file = here / "executor.id"
+    found = [file.read_text()] if file.exists() else []
+    return registry_pb.ListExecutorsResponse(executors=[
+        registry_pb.ExecutorInfo(executor_id=name, state=registry_pb.EXECUTOR_STATE_ACTIVE) for name in found])
+
+async def main():
+    manager = ScriptedManager()
+    manager.port = int(sys.argv[sys.argv.index("--port") + 1])
+    manager.scripts.unary["ListExecutors"] = [executors]
+    await manager.start()
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await stop.wait()
+    assert (here / "executor.id").exists() and not (here / "executor.stopped").exists(), "drains before the executor"
+    (here / "manager.stopped").touch()
+    await manager.stop()
+
+asyncio.run(main())
+"""
+EXECUTOR = """
+import json, os, pathlib, signal, sys, time
+
+here = pathlib.Path(os.environ["KVPLANE_TEST_FOLDER"])
+(here / "executor.json").write_text(json.dumps(sys.argv[1:]))
+if "--broken" in sys.argv:
+    print("ValueError: no such model", file=sys.stderr)
+    sys.exit(1)
+def stop(*_):
+    (here / "executor.stopped").touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+print(json.dumps({"event": "model_loaded", "level": "info", "blocks": 7}), flush=True)
+(here / "executor.id.new").write_text(str(os.getpid()))
+(here / "executor.id.new").rename(here / "executor.id")
+while True: time.sleep(0.01)
+"""
+
+
+class Up:
+    """A running ``kvplane up`` that tells what happens as JSON lines."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        for name, program in (("kvmanager_service", MANAGER), ("executor_service", EXECUTOR)):
+            (folder / name).mkdir()
+            (folder / name / "__init__.py").write_text("")
+            (folder / name / "__main__.py").write_text(program)
+        paths = [str(folder), str(Path(__file__).parent), *sys.path]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "KVPLANE_TEST_FOLDER": str(folder)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvplane_client.cli", "up", "--state-dir", str(folder / "state"), *arguments],
+            cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def event(self) -> dict[str, Any]:
+        """The next thing that happened."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.process.stderr.read() if self.process.stderr else ""
+        event: dict[str, Any] = json.loads(line)
+        return event
+
+    def interrupt(self) -> tuple[int, str, str]:
+        self.process.send_signal(signal.SIGINT)
+        return self.end()
+
+    def end(self) -> tuple[int, str, str]:
+        stdout, stderr = self.process.communicate(timeout=60)
+        return self.process.returncode, stdout, stderr
+
+    def arguments_of(self, service: str) -> list[str]:
+        arguments: list[str] = json.loads((self.folder / f"{service}.json").read_text())
+        return arguments
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[list[Up]]:
+    """What a test has started; ended after it."""
+    started: list[Up] = []
+    yield started
+    for up in started:
+        if up.process.poll() is None:
+            up.process.terminate()
+        up.process.communicate(timeout=60)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_up_is_ready_then_stops_in_order_on_interrupt(tmp_path: Path, running: list[Up]) -> None:
+    up = Up(
+        tmp_path, "--backend", "sim", "--port", "0", "--json", "--block-size", "8", "--max-model-len", "64",
+        "--num-blocks-override", "9", "--memory-limit", "1GiB", "--max-num-seqs", "3", "--policy", "priority",
+        "--drain-seconds", "20", "--manager-arg=--queue-ahead=false", "--executor-arg=--num-threads",
+        "--executor-arg=1",
+    )  # fmt: skip
+    running.append(up)
+
+    ready = up.event()
+    code, stdout, stderr = up.interrupt()
+
+    assert ready["event"] == "ready"
+    assert (ready["model"], ready["max_model_len"]) == ("tiny", 128)
+    port = ready["address"].removeprefix("localhost:")
+    assert (code, [json.loads(line) for line in stdout.splitlines()]) == (0, [{"event": "stopping"}]), stderr
+    assert (tmp_path / "manager.stopped").exists()
+    assert (tmp_path / "executor.stopped").exists()
+    assert not alive(ready["manager_pid"])
+    assert not alive(ready["executor_pid"])
+    assert up.arguments_of("manager") == [
+        "--host", "127.0.0.1", "--port", port, "--log-format", "json", "--max-num-seqs", "3", "--policy", "priority",
+        "--drain-timeout-s", "20.0", "--queue-ahead=false",
+    ]  # fmt: skip
+    assert up.arguments_of("executor") == [
+        "--manager", f"localhost:{port}", "--port", "0", "--log-format", "json", "--backend", "sim", "--memory-limit",
+        "1GiB", "--num-blocks-override", "9", "--block-size", "8", "--max-model-len", "64", "--num-threads", "1",
+    ]  # fmt: skip
+    assert '"model_loaded"' in (tmp_path / "state" / "executor.log").read_text()
+
+
+def test_up_restarts_a_killed_executor_and_says_when_it_serves_again(tmp_path: Path, running: list[Up]) -> None:
+    up = Up(tmp_path, "--backend", "sim", "--port", "0", "--json")
+    running.append(up)
+    first = up.event()
+
+    os.kill(first["executor_pid"], signal.SIGKILL)
+
+    assert up.event() == {"event": "restarting", "child": "executor", "exit_code": -9, "pause": 1.0}
+    second = up.event()
+    assert (second["event"], second["manager_pid"]) == ("ready", first["manager_pid"])
+    assert second["executor_pid"] != first["executor_pid"]
+    assert up.interrupt()[0] == 0
+
+
+def test_up_shows_why_an_executor_could_not_start(tmp_path: Path, running: list[Up]) -> None:
+    up = Up(tmp_path, "--model", "./weights", "--port", "0", "--executor-arg=--broken")
+    running.append(up)
+
+    code, stdout, stderr = up.end()
+
+    assert (code, stdout) == (1, "")
+    assert "the executor has ended (exit code 1)" in stderr
+    assert "ValueError: no such model" in stderr
+    assert str(tmp_path / "state" / "executor.log") in stderr
+    assert "Traceback" not in stderr
+    assert up.arguments_of("executor")[:2] == ["--model", "./weights"]
+
+
+def test_up_for_people_tells_progress_and_what_to_try(tmp_path: Path, running: list[Up]) -> None:
+    up = Up(tmp_path, "--backend", "sim", "--port", "0", "--verbose")
+    running.append(up)
+    assert up.process.stderr is not None
+    shown = ""
+    while "Ctrl-C stops" not in shown:
+        line = up.process.stderr.readline()
+        assert line, shown
+        shown += line
+
+    up.process.send_signal(signal.SIGTERM)
+    code, stdout, rest = up.end()
+
+    assert (code, stdout) == (0, "")
+    assert "executor | " in shown
+    assert "model_loaded" in shown
+    assert "ready on localhost:" in shown
+    assert "kvplane chat --server localhost:" in shown
+    assert "stopping" in rest
+
+
+def test_up_refuses_a_port_in_use(tmp_path: Path, running: list[Up]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        up = Up(tmp_path, "--backend", "sim", "--port", str(port))
+        running.append(up)
+        code, _, stderr = up.end()
+
+    assert code == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in stderr
+    assert not (tmp_path / "manager.json").exists()
