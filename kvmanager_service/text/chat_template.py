@@ -1,8 +1,8 @@
 """A conversation to text, by the model's own Jinja template.
 
 Station: part of `text_model.TextModel`. The template comes with the model and is run in a sandbox that can neither
-reach Python's attributes nor mutate what it is given. It is offered what `transformers` offers to templates, so that the
-templates that models ship work unchanged.
+reach Python's attributes nor mutate what it is given. It is offered what `transformers` offers to templates, so that
+the templates that models ship work unchanged.
 
 Source: the environment is that of `transformers.utils.chat_template_utils`.
 """

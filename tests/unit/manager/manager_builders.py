@@ -59,9 +59,7 @@ def byte_fallback_tokenizer(*, strip: bool) -> tokenizers.Tokenizer:
     steps: list[Any] = [normalizers.Prepend("▁")] if strip else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     tail: list[Any] = [decoders.Strip(" ", 1, 0)] if strip else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *tail]
-    )
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *tail])
     trainer = trainers.BpeTrainer(
         vocab_size=500,
         special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))],
@@ -106,13 +104,9 @@ def generate_request(*ids: int, request_id: str = "", **changes: Any) -> pb.Gene
     return pb.GenerateRequest(request_id=request_id, token_ids=pb.TokenIds(ids=ids or (1, 2, 3)), **changes)
 
 
-def output(
-    *token_ids: int, request_id: str = "r", finish: FinishReason | None = None, **changes: Any
-) -> RequestOutput:
+def output(*token_ids: int, request_id: str = "r", finish: FinishReason | None = None, **changes: Any) -> RequestOutput:
     """What one step brought."""
-    return RequestOutput(
-        request_id=request_id, token_ids=list(token_ids), logprobs=[], finish_reason=finish, **changes
-    )
+    return RequestOutput(request_id=request_id, token_ids=list(token_ids), logprobs=[], finish_reason=finish, **changes)
 
 
 def int32s(data: bytes) -> list[int]:

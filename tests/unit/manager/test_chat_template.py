@@ -5,10 +5,10 @@ from __future__ import annotations
 import datetime
 
 import pytest
-from tests.unit.manager.manager_builders import CHATML
 
 from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.text.chat_template import ChatTemplate
+from tests.unit.manager.manager_builders import CHATML
 
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Grüße <b>"}]
 
@@ -43,7 +43,7 @@ def test_chat_template_tojson_keeps_letters_and_tags() -> None:
 
 
 def test_chat_template_strftime_now_tells_the_time() -> None:
-    template = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", {}, now=lambda: datetime.datetime(2024, 5, 6))  # noqa: DTZ001
+    template = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", {}, now=lambda: datetime.datetime(2024, 5, 6))
     assert template.render(MESSAGES) == "2024-05-06"
 
 

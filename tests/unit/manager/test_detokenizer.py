@@ -6,7 +6,6 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.manager.manager_builders import CORPUS, byte_fallback_tokenizer, byte_level_tokenizer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from kvmanager_service.text.detokenizer import (
@@ -16,6 +15,7 @@ from kvmanager_service.text.detokenizer import (
     WindowDetokenizer,
 )
 from kvmanager_service.text.tokenizer import Tokenizer
+from tests.unit.manager.manager_builders import CORPUS, byte_fallback_tokenizer, byte_level_tokenizer
 
 EXACT = {
     "byte_level": (byte_level_tokenizer(), ByteLevelDetokenizer),

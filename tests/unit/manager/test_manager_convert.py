@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
-from tests.unit.manager.manager_builders import generate_request, int32s, model_view, text_model
 
 from kvmanager_service.convert import check_request, to_new_request, token_array
 from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.core.request import NewRequest, SamplingParams
 from kvmanager_service.errors import PreconditionError
+from tests.unit.manager.manager_builders import generate_request, int32s, model_view, text_model
 
 MODEL = model_view(text_model())
 

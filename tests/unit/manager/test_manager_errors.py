@@ -72,14 +72,15 @@ def test_errors_subclass_without_row_uses_its_parents() -> None:
 
 
 def test_errors_unexpected_exception_is_internal_and_logged_without_its_message() -> None:
-    def fail() -> None:
+    def fail(prompt: str) -> None:
         try:
-            raise KeyError("the prompt is secret")
+            {}[prompt]
         except KeyError as error:
-            raise ValueError("also secret") from error
+            raise ValueError(prompt) from error
 
-    with capture_logs() as logs, pytest.raises(ValueError, match="secret") as caught:
-        fail()
+    prompt = "".join(["the sec", "ret prompt"])
+    with pytest.raises(ValueError, match="secret") as caught:
+        fail(prompt)
     with capture_logs() as logs:
         status = to_status(caught.value)
     assert status.code is grpc.StatusCode.INTERNAL
@@ -88,4 +89,4 @@ def test_errors_unexpected_exception_is_internal_and_logged_without_its_message(
     assert (entry["event"], entry["error_type"]) == ("unexpected_error", "ValueError")
     assert "in fail" in entry["stack"]
     assert "KeyError" in entry["stack"]
-    assert "the prompt" not in entry["stack"].replace('KeyError("the prompt is secret")', "")
+    assert "secret" not in str(entry)

@@ -7,7 +7,6 @@ import asyncio
 import pytest
 from kvplane.common.v1 import common_pb2
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
-from tests.unit.manager.manager_builders import byte_level_tokenizer, output, text_model
 
 from kvmanager_service.core.errors import RowFailedError
 from kvmanager_service.core.request import FinishReason, TokenLogprobs
@@ -15,6 +14,7 @@ from kvmanager_service.engine_api import StopMatch
 from kvmanager_service.output_stream import ManyStream, OutputStream, RequestStream
 from kvmanager_service.text.output_text import OutputText
 from kvmanager_service.text.stop_strings import StopStrings
+from tests.unit.manager.manager_builders import byte_level_tokenizer, output, text_model
 
 TOKENIZER = text_model().tokenizer
 

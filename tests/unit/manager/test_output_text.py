@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.manager.manager_builders import byte_fallback_tokenizer, byte_level_tokenizer, text_model
 
 from kvmanager_service.text.output_text import OutputText
 from kvmanager_service.text.stop_strings import StopStrings
 from kvmanager_service.text.tokenizer import Tokenizer
+from tests.unit.manager.manager_builders import byte_fallback_tokenizer, byte_level_tokenizer, text_model
 
 FALLBACK = Tokenizer(byte_fallback_tokenizer(strip=True).to_str().encode())
 LEVEL = text_model().tokenizer

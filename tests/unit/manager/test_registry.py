@@ -64,7 +64,20 @@ def test_registry_same_id_at_other_address_is_refused(registry: ExecutorRegistry
 
 @pytest.mark.parametrize(
     "address",
-    ["", "host", "host:", ":1", "host:0", "host:65536", "host:x", "http://host:1", "a b:1", "::1:1", "[::1]", "host:1\n"],
+    [
+        "",
+        "host",
+        "host:",
+        ":1",
+        "host:0",
+        "host:65536",
+        "host:x",
+        "http://host:1",
+        "a b:1",
+        "::1:1",
+        "[::1]",
+        "host:1\n",
+    ],
 )
 def test_registry_malformed_address_is_refused(registry: ExecutorRegistry, address: str) -> None:
     with pytest.raises(InvalidRequestError, match="expected host:port"):

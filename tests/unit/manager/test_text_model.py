@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.unit.manager.manager_builders import CHATML, byte_level_tokenizer, text_model
 
 from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.errors import PreconditionError
 from kvmanager_service.text_model import TextModel
+from tests.unit.manager.manager_builders import CHATML, byte_level_tokenizer, text_model
 
 RAW = byte_level_tokenizer().to_str().encode()
 USER = [{"role": "user", "content": "hi"}]
@@ -18,7 +18,8 @@ USER = [{"role": "user", "content": "hi"}]
 def build(**files: object) -> TextModel:
     content = {name.replace("__", "."): value for name, value in files.items()}
     encoded = {
-        name: value.encode() if isinstance(value, str) else json.dumps(value).encode() for name, value in content.items()
+        name: value.encode() if isinstance(value, str) else json.dumps(value).encode()
+        for name, value in content.items()
     }
     model = TextModel.from_files({"tokenizer.json": RAW} | encoded)
     assert model is not None

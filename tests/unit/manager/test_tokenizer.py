@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 
 import pytest
-from tests.unit.manager.manager_builders import CORPUS, byte_fallback_tokenizer, byte_level_tokenizer
 from tokenizers import models, normalizers
 
 from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.text.tokenizer import INLINE_CHARS, UNKNOWN_RATIO, Tokenizer
+from tests.unit.manager.manager_builders import CORPUS, byte_fallback_tokenizer, byte_level_tokenizer
 
 TOKENIZER = Tokenizer(byte_level_tokenizer().to_str().encode())
 
@@ -22,7 +22,9 @@ async def test_encode_special_tokens_are_added_on_demand_only() -> None:
 async def test_encode_long_text_in_thread_equals_encode_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[int] = []
     inner = TOKENIZER._encode_batch
-    monkeypatch.setattr(TOKENIZER, "_encode_batch", lambda *args: (threads.append(threading.get_ident()), inner(*args))[1])
+    monkeypatch.setattr(
+        TOKENIZER, "_encode_batch", lambda *args: (threads.append(threading.get_ident()), inner(*args))[1]
+    )
     text = "\n".join(CORPUS) * 10
     assert len(text) > INLINE_CHARS
     ids = await TOKENIZER.encode(text, add_special_tokens=True, max_tokens=100_000)

@@ -1,0 +1,166 @@
+"""Generate over a real connection: output, cancellation, deadlines, resumption."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from kvplane.common.v1 import common_pb2
+from kvplane.kvmanager.v1 import inference_service_pb2 as pb
+
+from kvmanager_service.core.request import FinishReason
+from tests.integration.manager.fake_engine import Manager, until
+from tests.unit.manager.manager_builders import byte_level_tokenizer, generate_request, int32s
+
+
+def ids_of(text: str) -> list[int]:
+    return byte_level_tokenizer().encode(text, add_special_tokens=False).ids
+
+
+async def test_generate_text_in_text_out(manager: Manager) -> None:
+    call = manager.inference.Generate(pb.GenerateRequest(request_id="r", text="the quick"))
+    await manager.engine.submitted("r")
+    assert int32s(manager.engine.open["r"][0].prompt) == [0, *ids_of("the quick")]
+    for token_id in ids_of(" brown größe"):
+        manager.engine.step("r", token_id)
+    manager.engine.step("r", 0, finish=FinishReason.STOP, stop_token_id=0)
+    pieces = [piece async for piece in call]
+    assert "".join(piece.text for piece in pieces) == " brown größe"
+    assert [token_id for piece in pieces for token_id in piece.token_ids] == [*ids_of(" brown größe"), 0]
+    assert (pieces[-1].finish_reason, pieces[-1].stop_token_id) == (common_pb2.FINISH_REASON_STOP, 0)
+    assert pieces[-1].usage.prompt_tokens == 1 + len(ids_of("the quick"))
+
+
+async def test_generate_chat_is_templated(manager: Manager) -> None:
+    chat = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")])
+    call = manager.inference.Generate(pb.GenerateRequest(request_id="r", chat=chat))
+    await manager.engine.submitted("r")
+    expected = ids_of("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    assert int32s(manager.engine.open["r"][0].prompt) == expected
+    call.cancel()
+
+
+async def test_generate_without_id_gets_one_of_its_own(manager: Manager) -> None:
+    calls = [manager.inference.Generate(generate_request()) for _ in range(2)]
+    await until(lambda: len(manager.engine.open) == 2)
+    for request_id in list(manager.engine.open):
+        manager.engine.step(request_id, 5, finish=FinishReason.LENGTH)
+    assert len({(await call.read()).request_id for call in calls}) == 2
+
+
+async def test_generate_without_seed_draws_one_for_each_request(manager: Manager) -> None:
+    calls = [manager.inference.Generate(generate_request(request_id=name)) for name in ("a", "b")]
+    await manager.engine.submitted("a", "b")
+    seeds = {manager.engine.open[name][0].seed for name in ("a", "b")}
+    assert len(seeds) == 2
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    for call in calls:
+        call.cancel()
+
+
+async def test_generate_cancelled_is_aborted_at_once(manager: Manager) -> None:
+    call = manager.inference.Generate(generate_request(request_id="r"))
+    await manager.engine.submitted("r")
+    manager.engine.step("r", 5)
+    await call.read()
+    call.cancel()
+    await until(lambda: manager.engine.aborted == ["r"])
+
+
+async def test_generate_cancelled_while_the_reader_is_stuck_is_aborted(manager: Manager) -> None:
+    call = manager.inference.Generate(generate_request(request_id="r"))
+    await manager.engine.submitted("r")
+    # More than the flow-control windows take, so that the server's write waits.
+    for _ in range(40):
+        manager.engine.step("r", *[500] * 100_000)
+        await asyncio.sleep(0.001)
+    call.cancel()
+    await until(lambda: manager.engine.aborted == ["r"])
+
+
+async def test_generate_deadline_passed_is_aborted(manager: Manager) -> None:
+    call = manager.inference.Generate(generate_request(request_id="r"), timeout=0.3)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await until(lambda: manager.engine.aborted == ["r"])
+
+
+async def test_generate_connection_lost_is_aborted(manager: Manager) -> None:
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{manager.server.port}")
+    call = type(manager.inference)(channel).Generate(generate_request(request_id="r"))
+    await manager.engine.submitted("r")
+    await channel.close()
+    await until(lambda: manager.engine.aborted == ["r"])
+    assert call.done()
+
+
+async def test_generate_finished_is_not_aborted(manager: Manager) -> None:
+    call = manager.inference.Generate(generate_request(request_id="r"))
+    await manager.engine.submitted("r")
+    manager.engine.step("r", 5, finish=FinishReason.LENGTH)
+    assert len([piece async for piece in call]) == 1
+    await manager.inference.GetModel(pb.GetModelRequest())
+    assert manager.engine.aborted == []
+
+
+async def test_generate_stop_string_ends_stream_and_request(manager: Manager) -> None:
+    request = pb.GenerateRequest(request_id="r", text="x", stopping=pb.StoppingParams(stop=[" fox"]))
+    call = manager.inference.Generate(request)
+    await manager.engine.submitted("r")
+    for token_id in ids_of("the quick fox jumps"):
+        if "r" in manager.engine.open:
+            manager.engine.step("r", token_id)
+    pieces = [piece async for piece in call]
+    assert "".join(piece.text for piece in pieces) == "the quick"
+    assert (pieces[-1].stop_string, manager.engine.aborted) == (" fox", [])
+
+
+async def test_generate_resumed_goes_on_where_it_broke_off(manager: Manager) -> None:
+    ids = ids_of("größe 🎉 fin, the end")
+    for at in range(1, len(ids)):
+        request = pb.GenerateRequest(request_id="r", text="x", stopping=pb.StoppingParams(stop=["fini"]))
+        broken = manager.inference.Generate(request)
+        await manager.engine.submitted("r")
+        for token_id in ids[:at]:
+            manager.engine.step("r", token_id)
+        before = (await broken.read()).text
+        broken.cancel()
+        await until(lambda: "r" not in manager.engine.open)
+        request.resume_token_ids.ids.extend(ids[:at])
+        resumed = manager.inference.Generate(request)
+        await manager.engine.submitted("r")
+        assert int32s(manager.engine.open["r"][0].resumed) == ids[:at]
+        for token_id in ids[at:]:
+            manager.engine.step("r", token_id)
+        manager.engine.step("r", finish=FinishReason.LENGTH)
+        pieces = [piece async for piece in resumed]
+        assert before + "".join(piece.text for piece in pieces) == "größe 🎉 fin, the end"
+        assert [token_id for piece in pieces for token_id in piece.token_ids] == ids[at:]
+        assert pieces[-1].usage.completion_tokens == len(ids)
+
+
+async def test_generate_resume_tokens_with_a_stop_string_are_refused(manager: Manager) -> None:
+    request = pb.GenerateRequest(
+        text="x", stopping=pb.StoppingParams(stop=["fox"]), resume_token_ids=pb.TokenIds(ids=ids_of("the fox is"))
+    )
+    with pytest.raises(grpc.aio.AioRpcError, match="earlier stream was complete") as caught:
+        await manager.inference.Generate(request).read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_abort_gives_the_stream_a_last_message(manager: Manager) -> None:
+    call = manager.inference.Generate(generate_request(request_id="r"))
+    await manager.engine.submitted("r")
+    await manager.inference.Abort(pb.AbortRequest(request_id="r"))
+    (last,) = [piece async for piece in call]
+    assert (last.finish_reason, last.HasField("usage")) == (common_pb2.FINISH_REASON_ABORT, True)
+    assert manager.engine.aborted == ["r"]
+
+
+async def test_get_model_describes_the_model(manager: Manager) -> None:
+    model = await manager.inference.GetModel(pb.GetModelRequest())
+    assert (model.name, model.max_model_len, model.vocab_size, list(model.eos_token_ids)) == ("tiny", 128, 610, [0])
+    assert (model.max_logprobs, model.has_chat_template, model.has_tokenizer) == (5, True, True)
+    assert model.dtype == "float32"

@@ -1,0 +1,182 @@
+"""KvManagerService over a real connection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from kvplane.common.v1 import common_pb2
+from kvplane.kvmanager.v1 import kv_manager_service_pb2 as pb
+
+from kvmanager_service.core.request import FinishReason, RequestStatus
+from kvmanager_service.engine_api import BlockView, EngineStats, ManagerState, PoolView, RequestView
+from tests.integration.manager.fake_engine import Manager
+
+
+def view(request_id: str, arrival: float, **changes: Any) -> RequestView:
+    values: dict[str, Any] = {
+        "status": RequestStatus.RUNNING,
+        "priority": -1,
+        "num_prompt_tokens": 2,
+        "num_output_tokens": 3,
+        "num_computed_tokens": 4,
+        "num_cached_tokens": 1,
+        "num_preemptions": 6,
+        "block_table": [7, 8],
+        "arrival_time": arrival,
+        "age_seconds": 9.5,
+    }
+    return RequestView(request_id, **(values | changes))
+
+
+async def test_get_stats_carries_every_field(manager: Manager) -> None:
+    counters = {
+        "requests_waiting": 1,
+        "requests_running": 2,
+        "requests_finished": {"stop": 3, "error": 4},
+        "steps": 5,
+        "steps_failed": 6,
+        "tokens_computed": 7,
+        "tokens_generated": 8,
+        "preemptions": 9,
+        "reschedules": 10,
+        "prefix_queries": 11,
+        "prefix_hits": 12,
+        "blocks_evicted": 13,
+    }
+    pool = PoolView(block_size=16, num_blocks=20, free_blocks=15, cached_blocks=4, kv_epoch=2**63)
+    manager.engine.stats_value = EngineStats(1.5, ManagerState.DRAINING, pool, **counters)  # type: ignore[arg-type]
+    stats = await manager.kv.GetStats(pb.GetStatsRequest())
+    assert {name: getattr(stats, name) for name in counters if name != "requests_finished"} == {
+        name: value for name, value in counters.items() if name != "requests_finished"
+    }
+    assert dict(stats.requests_finished) == {"stop": 3, "error": 4}
+    assert (stats.uptime_seconds, stats.state) == (1.5, pb.MANAGER_STATE_DRAINING)
+    assert {name: getattr(stats.pool, name) for name in PoolView.__slots__} == {
+        name: getattr(pool, name) for name in PoolView.__slots__
+    }
+    assert (stats.settings.policy, stats.settings.max_num_seqs, stats.settings.queue_ahead) == ("fcfs", 256, True)
+
+
+async def test_get_stats_before_an_executor_has_no_pool(manager: Manager) -> None:
+    manager.engine.stats_value = EngineStats(0.5, ManagerState.NO_EXECUTOR)
+    stats = await manager.kv.GetStats(pb.GetStatsRequest())
+    assert (stats.state, stats.HasField("pool")) == (pb.MANAGER_STATE_NO_EXECUTOR, False)
+
+
+async def test_list_requests_carries_every_field_and_finished_ones_on_demand(manager: Manager) -> None:
+    manager.engine.request_views = [
+        view("new", 2.0),
+        view("old", 1.0, status=RequestStatus.FINISHED, finish_reason=FinishReason.LENGTH),
+        view("bad", 0.5, status=RequestStatus.FINISHED, finish_reason=FinishReason.ERROR),
+    ]
+    (info,) = (await manager.kv.ListRequests(pb.ListRequestsRequest())).requests
+    assert info == pb.RequestInfo(
+        request_id="new",
+        status=pb.REQUEST_STATUS_RUNNING,
+        priority=-1,
+        num_prompt_tokens=2,
+        num_output_tokens=3,
+        num_computed_tokens=4,
+        num_cached_tokens=1,
+        num_preemptions=6,
+        block_table=[7, 8],
+        age_seconds=9.5,
+    )
+    everyone = (await manager.kv.ListRequests(pb.ListRequestsRequest(include_finished=True))).requests
+    assert [(entry.request_id, entry.finish_reason) for entry in everyone] == [
+        ("bad", common_pb2.FINISH_REASON_UNSPECIFIED),
+        ("old", common_pb2.FINISH_REASON_LENGTH),
+        ("new", common_pb2.FINISH_REASON_UNSPECIFIED),
+    ]
+    selected = await manager.kv.ListRequests(pb.ListRequestsRequest(include_finished=True, request_id="old"))
+    assert [entry.request_id for entry in selected.requests] == ["old"]
+
+
+async def test_list_requests_pages_list_each_once_though_some_finish_in_between(manager: Manager) -> None:
+    manager.engine.request_views = [view(f"r{index}", float(index // 2)) for index in range(10)]
+    first = await manager.kv.ListRequests(pb.ListRequestsRequest(page_size=4))
+    del manager.engine.request_views[1:5]
+    manager.engine.request_views.append(view("later", 99.0))
+    request = pb.ListRequestsRequest(page_size=4, page_token=first.next_page_token)
+    second = await manager.kv.ListRequests(request)
+    request.page_token = second.next_page_token
+    third = await manager.kv.ListRequests(request)
+    listed = [[entry.request_id for entry in page.requests] for page in (first, second, third)]
+    assert listed == [["r0", "r1", "r2", "r3"], ["r5", "r6", "r7", "r8"], ["r9", "later"]]
+    assert third.next_page_token == ""
+
+
+class LazyBlocks:
+    """Blocks made when looked at; counts the looks."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.looks = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> BlockView:
+        self.looks += 1
+        block_id = index + 1
+        return BlockView(block_id, ref_cnt=block_id % 2, block_hash=b"h" * 16 if block_id % 3 == 0 else b"")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        (pb.BLOCK_FILTER_UNSPECIFIED, list(range(1, 13))),
+        (pb.BLOCK_FILTER_USED, [1, 3, 5, 7, 9, 11]),
+        (pb.BLOCK_FILTER_FREE, [2, 4, 6, 8, 10, 12]),
+        (pb.BLOCK_FILTER_CACHED, [3, 6, 9, 12]),
+    ],
+)
+async def test_list_blocks_filters_and_pages(
+    manager: Manager, chosen: pb.BlockFilter.ValueType, expected: list[int]
+) -> None:
+    manager.engine.block_views = LazyBlocks(12)  # type: ignore[assignment]
+    request = pb.ListBlocksRequest(filter=chosen, page_size=3)
+    listed: list[int] = []
+    while True:
+        page = await manager.kv.ListBlocks(request)
+        assert 1 <= len(page.blocks) <= 3
+        listed += [block.block_id for block in page.blocks]
+        if not page.next_page_token:
+            break
+        request.page_token = page.next_page_token
+    assert listed == expected
+
+
+async def test_list_blocks_page_of_a_large_pool_looks_at_no_other_block(manager: Manager) -> None:
+    blocks = LazyBlocks(1_000_000)
+    manager.engine.block_views = blocks  # type: ignore[assignment]
+    page = await manager.kv.ListBlocks(pb.ListBlocksRequest(page_token="500000"))
+    assert (page.blocks[0].block_id, len(page.blocks), page.next_page_token) == (500_001, 1_000, "501000")
+    assert blocks.looks == 1_001
+
+
+async def test_list_blocks_shows_hash_and_provisional(manager: Manager) -> None:
+    manager.engine.block_views = [BlockView(1, 2, b"0123456789abcdef", provisional=True)]
+    (block,) = (await manager.kv.ListBlocks(pb.ListBlocksRequest())).blocks
+    assert block == pb.BlockInfo(block_id=1, ref_cnt=2, block_hash=b"0123456789abcdef", provisional=True)
+
+
+@pytest.mark.parametrize("changes", [{"page_size": -1}, {"page_size": 10_001}, {"page_token": "x"}])
+async def test_list_blocks_bad_page_is_invalid_argument(manager: Manager, changes: dict[str, Any]) -> None:
+    manager.engine.block_views = []
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await manager.kv.ListBlocks(pb.ListBlocksRequest(**changes))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("changes", [{"page_size": -1}, {"page_size": 1_001}, {"page_token": "x"}])
+async def test_list_requests_bad_page_is_invalid_argument(manager: Manager, changes: dict[str, Any]) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await manager.kv.ListRequests(pb.ListRequestsRequest(**changes))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_reset_prefix_cache_tells_how_many(manager: Manager) -> None:
+    assert (await manager.kv.ResetPrefixCache(pb.ResetPrefixCacheRequest())).blocks_forgotten == 7
