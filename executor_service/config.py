@@ -11,6 +11,7 @@ import re
 import secrets
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -54,7 +55,10 @@ def _parse_id_list(value: object) -> object:
 class ExecutorConfig(BaseSettings):
     """What an executor process is told. `None` means "choose": the model's own value, or what the machine has."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", protected_namespaces=())
+    # An empty variable counts as unset, as compose files write it: `KVPLANE_EXECUTOR_MANAGER: ${MANAGER:-}`.
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, extra="forbid", protected_namespaces=()
+    )
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 for every interface.")
     port: int = Field(50061, ge=0, le=65535, description="Port to listen on; 0 chooses a free one.")
@@ -77,7 +81,7 @@ class ExecutorConfig(BaseSettings):
         "torch", min_length=1, description="What computes: torch, sim, or an entry point of group kvplane.backends."
     )
     model: str = Field("", description="Folder, hub id or GGUF file of the model. The sim backend needs none.")
-    model_name: str = Field("", description="Name the model is served under. Empty: taken from model.")
+    model_name: str | None = Field(None, description="Name the model is served under. Default: taken from model.")
     device: str = Field("auto", min_length=1, description="Where to compute: auto, cpu, cuda or cuda:N.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Type to compute in.")
     kv_cache_dtype: Literal["auto"] = Field("auto", description="Type K/V is stored in; auto is dtype.")
@@ -93,7 +97,7 @@ class ExecutorConfig(BaseSettings):
         None, ge=2, description="KV blocks (the null block included), in place of what was measured."
     )
     num_threads: int | None = Field(None, ge=1, description="CPU threads to compute with. Default: torch's own.")
-    cache_dir: str | None = Field(None, description="Folder for converted models. Default: the user's cache folder.")
+    cache_dir: Path | None = Field(None, description="Folder for converted models. Default: the user's cache folder.")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Lowest level logged.")
     log_format: LogFormat = Field("console", description="console for people, json for one JSON object a line.")
     sim_step_ms: float = Field(0.0, ge=0, le=60_000, description="sim: how long a step takes, in milliseconds.")

@@ -7,6 +7,7 @@ collector sees one format. Events never carry prompts or token ids.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import Literal
 
@@ -42,6 +43,10 @@ def configure_logging(level: str, log_format: LogFormat, **bound: str) -> None:
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=True,
     )
+    if log_format == "json":
+        # gRPC's core writes to stderr in a format of its own; what it says reaches us as exceptions and statuses too.
+        # It reads this when it is imported, so call this first.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(

@@ -9,6 +9,7 @@ Life: `start` binds and answers health with NOT_SERVING; `load` loads the model,
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -20,7 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvplane.executor.v1 import executor_service_pb2_grpc as pb_grpc
 
-from executor_service.backends.base import Backend
+from executor_service.backends.base import Backend, BackendError
 from executor_service.backends.registry import create_backend
 from executor_service.compute_thread import ComputeThread
 from executor_service.config import ExecutorConfig
@@ -29,13 +30,14 @@ from executor_service.registration import Registration
 from executor_service.servicer import ExecutorServicer
 from executor_service.step_runner import StepRunner
 
-__all__ = ["MAX_MESSAGE_BYTES", "SERVICE_NAME", "BindError", "ExecutorServer", "running_executor"]
+__all__ = ["MAX_MESSAGE_BYTES", "SERVICE_NAME", "BindError", "ExecutorServer", "running_executor", "serve_until_signal"]
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
 MAX_MESSAGE_BYTES = 256 << 20
 
 _WILDCARD_HOSTS = {"0.0.0.0", "::", "[::]"}  # noqa: S104 - compared with, not bound to
 _STOP_GRACE_S = 30.0
+_LOAD_GRACE_S = 1.0
 _RPC_GRACE_S = 2.0
 
 _log = structlog.get_logger(__name__)
@@ -71,6 +73,7 @@ class ExecutorServer:
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             )
         )
+        self._loaded = False
         self.address = ""
 
     async def start(self) -> None:
@@ -99,6 +102,7 @@ class ExecutorServer:
     async def load(self) -> None:
         """Load the model, say SERVING, and register with the manager. Raises what the backend raises."""
         await self._thread.call(self.session.load)
+        self._loaded = True
         await self._set_serving(True)
         if self._config.manager:
             registration = Registration(self._config.manager, self._config.executor_id, self._advertised())
@@ -114,14 +118,16 @@ class ExecutorServer:
             with suppress(asyncio.CancelledError):
                 await self._registration
         self._runner.stop()
+        # A running step is finished, since its answer is worth something. A load in hand is worth nothing to anyone.
+        grace_s = _STOP_GRACE_S if self._loaded else _LOAD_GRACE_S
         closed = asyncio.ensure_future(self._thread.call(self.session.close))
-        done, _ = await asyncio.wait([closed], timeout=_STOP_GRACE_S)
+        done, _ = await asyncio.wait([closed], timeout=grace_s)
         await self._server.stop(_RPC_GRACE_S)
-        if done and await self._thread.stop(_STOP_GRACE_S):
+        if done and await self._thread.stop(grace_s):
             closed.result()
         else:
             closed.cancel()
-            _log.warning("compute_abandoned", why=f"the backend's call took longer than {_STOP_GRACE_S} s")
+            _log.warning("compute_abandoned", why=f"the backend's call took longer than {grace_s} s")
         _log.info("executor_stopped")
 
     def _advertised(self) -> str:
@@ -152,3 +158,42 @@ async def running_executor(config: ExecutorConfig, backend: Backend | None = Non
         yield server
     finally:
         await server.stop()
+
+
+async def serve_until_signal(config: ExecutorConfig) -> int:
+    """Run one executor until SIGTERM or SIGINT.
+
+    Returns:
+        The exit status: 0 after a signal, 1 when the address is taken or the model cannot be loaded.
+    """
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    try:
+        server = ExecutorServer(config)
+    except BackendError as error:
+        _log.error("backend_unavailable", reason=error.reason, error=str(error))
+        return 1
+    stopped, loading = asyncio.create_task(stop.wait()), None
+    try:
+        await server.start()
+        loading = asyncio.create_task(server.load())
+        await asyncio.wait([loading, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            await loading
+            await stopped
+    except BindError as error:
+        _log.error("executor_bind_failed", error=str(error))
+        return 1
+    except BackendError as error:
+        _log.error("executor_load_failed", reason=error.reason, error=str(error), metadata=error.metadata)
+        return 1
+    except Exception:  # noqa: BLE001 - ends the process, with its traceback in the log
+        _log.exception("executor_load_failed")
+        return 1
+    finally:
+        for task in (loading, stopped):
+            if task is not None:
+                task.cancel()
+        await server.stop()
+    return 0

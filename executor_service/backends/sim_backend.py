@@ -1,7 +1,6 @@
 """A backend without weights that proves block tables: a wrong, stale, evicted or half-written block changes its output.
 
-Station: built by `registry`, called in the compute thread. Needs numpy only. Sampling knows temperature (zero or not),
-seed, suppression and whether a row has penalties; top_k, top_p, min_p and logit_bias do not change its tokens.
+Station: built by `registry`, called in the compute thread; calls `sim_sampler`. Needs numpy only.
 
 All arithmetic is modulo 2**64; `mix` is a bijection with good avalanche, G an odd constant.
 
@@ -20,7 +19,6 @@ Source: splitmix64's finaliser (Steele, Lea, Flood 2014); polynomial hashing (Ka
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,13 +33,11 @@ from executor_service.backends.base import (
     MemoryProfile,
     ModelInfo,
     NotEnoughMemoryError,
-    RowFailure,
-    RowLogprobs,
-    SamplingBatch,
     StepBatch,
     StepResult,
 )
-from executor_service.backends.sim_digest import PENALTY, ROOT, history_digest, mix_array, powers_of_g
+from executor_service.backends.sim_digest import ROOT, mix_array, powers_of_g
+from executor_service.backends.sim_sampler import choose_tokens
 
 __all__ = ["SimBackend", "SimBackendConfig"]
 
@@ -63,7 +59,7 @@ class SimBackendConfig:
         max_model_len None: 8192, or what the blocks hold if that is less.
     """
 
-    model_name: str = "sim"
+    model_name: str | None = None
     max_model_len: int | None = None
     block_size: int = 16
     num_blocks_override: int | None = None
@@ -169,7 +165,10 @@ class SimBackend(Backend):
         """
         started = time.monotonic()
         self._write(batch)
-        result = self._sample(batch.sampling, batch.tables[0]) if batch.sampling else StepResult(np.empty(0, np.int32))
+        result = StepResult(np.empty(0, dtype=np.int32))
+        if batch.sampling is not None:
+            contents = self._contents(batch.sampling.rows, batch.tables[0])
+            result = choose_tokens(batch.sampling, contents, self._config.sim_vocab_size)
         duration = self._config.sim_step_ms / 1e3 + self._config.sim_us_per_token * len(batch.token_ids) / 1e6
         if (left := started + duration - time.monotonic()) > 0:
             time.sleep(left)
@@ -238,46 +237,8 @@ class SimBackend(Backend):
         values[row_starts + lengths - 1] = last.sum(axis=1)
         return np.add.reduceat(values * self._powers[in_row * block_size], row_starts)
 
-    def _sample(self, sampling: SamplingBatch, table: GroupTables) -> StepResult:
-        """Choose the rows' tokens."""
-        state = mix_array(self._contents(sampling.rows, table))
-        for sample, history in sampling.histories.items():
-            state[sample : sample + 1] ^= mix_array(history_digest(history.token_ids, history.prompt_len) + PENALTY)
-        random = np.array([params.temperature > 0 for params in sampling.params])[sampling.params_index]
-        drawn = mix_array(state + mix_array(sampling.seeds ^ mix_array(sampling.positions.astype(np.uint64))))
-        tokens = (np.where(random, drawn, mix_array(state)) % np.uint64(self._config.sim_vocab_size)).astype(np.int32)
-        failures = self._suppress(sampling, tokens)
-        return StepResult(tokens, _logprobs(sampling, tokens), failures)
 
-    def _suppress(self, sampling: SamplingBatch, tokens: Int32) -> list[RowFailure]:
-        """Move tokens that may not be produced on to the next id that may; -1 where there is none."""
-        failures: list[RowFailure] = []
-        banned = [frozenset(params.suppressed_token_ids) for params in sampling.params]
-        if not any(banned):
-            return failures
-        for sample, index in enumerate(sampling.params_index.tolist()):
-            if len(banned[index]) == self._config.sim_vocab_size:
-                tokens[sample] = -1
-                message = "every token id is suppressed"
-                failures.append(RowFailure(int(sampling.rows[sample]), "ALL_TOKENS_SUPPRESSED", message))
-                continue
-            while tokens[sample] in banned[index]:
-                tokens[sample] = (tokens[sample] + 1) % self._config.sim_vocab_size
-        return failures
-
-
-def _logprobs(sampling: SamplingBatch, tokens: Int32) -> dict[int, RowLogprobs]:
-    """Return the produced token's log probability for rows that asked: the model is certain of each."""
-    if all(params.num_logprobs < 0 for params in sampling.params):
-        return {}
-    return {
-        sample: RowLogprobs(tokens[sample : sample + 1], np.zeros(1, dtype=np.float32))
-        for sample, index in enumerate(sampling.params_index.tolist())
-        if sampling.params[index].num_logprobs >= 0
-    }
-
-
-def _circle(rows: Sequence[int] | Int64) -> BackendError:
+def _circle(rows: Int64) -> BackendError:
     """Describe rows of which none can be computed first."""
     shown = [int(row) for row in rows[:8]]
     message = (

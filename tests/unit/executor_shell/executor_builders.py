@@ -170,9 +170,7 @@ class ExecutorClient:
 
     async def handshake(self, num_blocks: int = NUM_BLOCKS) -> int:
         """Profile and initialise; returns the epoch."""
-        await self.stub.ProfileMemory(
-            pb.ProfileMemoryRequest(max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS)
-        )
+        await self.stub.ProfileMemory(pb.ProfileMemoryRequest(max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS))
         response = await self.stub.InitializeKvCache(pb.InitializeKvCacheRequest(num_blocks=num_blocks))
         return response.kv_cache.kv_epoch
 

@@ -1,0 +1,165 @@
+"""Registration against a real registry service."""
+
+import asyncio
+import socket
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from kvplane.kvmanager.v1 import executor_registry_service_pb2 as pb
+from kvplane.kvmanager.v1 import executor_registry_service_pb2_grpc as pb_grpc
+from structlog.testing import capture_logs
+
+from executor_service.registration import Backoff, Registration
+from executor_service.server import running_executor
+from tests.unit.executor_shell.executor_backends import DEADLOCK_S
+from tests.unit.executor_shell.executor_builders import sim_config
+
+QUICK = Backoff(first_s=0.01, longest_s=0.05, refused_s=0.01)
+
+
+class Registry(pb_grpc.ExecutorRegistryServiceServicer):
+    """Answers with `refusals` first, then grants leases."""
+
+    def __init__(self, *, lease_ms=30, manager_id="m-1", refusals=()):
+        self.lease_ms = lease_ms
+        self.manager_id = manager_id
+        self.refusals = list(refusals)
+        self.requests = asyncio.Queue()
+
+    async def Register(self, request, context):  # noqa: N802
+        self.requests.put_nowait(request)
+        if self.refusals:
+            await context.abort(self.refusals.pop(0), "refused by the test")
+        return pb.RegisterResponse(lease_ms=self.lease_ms, manager_id=self.manager_id)
+
+    async def ListExecutors(self, request, context):  # noqa: N802
+        return pb.ListExecutorsResponse()
+
+    async def next(self):
+        async with asyncio.timeout(DEADLOCK_S):
+            return await self.requests.get()
+
+
+@asynccontextmanager
+async def manager(registry, port=0):
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+    pb_grpc.add_ExecutorRegistryServiceServicer_to_server(registry, server)
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def registering(address):
+    task = asyncio.create_task(Registration(address, "e-1", "10.0.0.1:5", QUICK).run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def logged(logs, event):
+    """Wait for an event, and return it."""
+    async with asyncio.timeout(DEADLOCK_S):
+        # What logs has no event to wait for.
+        while not (found := [log for log in logs if log["event"] == event]):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    return found[-1]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def test_executor_registers_its_bound_address_and_renews():
+    registry = Registry()
+    async with manager(registry) as address:
+        with capture_logs() as logs:
+            async with running_executor(sim_config(manager=address, executor_id="e-9")) as executor:
+                seen = [await registry.next() for _ in range(4)]
+        assert {(request.executor_id, request.address) for request in seen} == {("e-9", executor.address)}
+    registered = [log for log in logs if log["event"] == "executor_registered"]
+    assert [(log["manager_id"], log["lease_ms"], log["log_level"]) for log in registered] == [("m-1", 30, "info")]
+
+
+@pytest.mark.parametrize(
+    ("values", "host"),
+    [
+        ({"advertise_address": "gpu-7.example:1234"}, "gpu-7.example"),
+        ({"host": "0.0.0.0"}, socket.gethostname()),
+        ({}, "127.0.0.1"),
+    ],
+)
+async def test_executor_advertises_an_address_that_others_can_reach(values, host):
+    registry = Registry()
+    async with manager(registry) as address, running_executor(sim_config(manager=address, **values)):
+        assert (await registry.next()).address.rpartition(":")[0] == host
+
+
+async def test_executor_does_not_register_before_it_is_loaded_or_after_it_stopped():
+    registry = Registry()
+    async with manager(registry) as address:
+        async with running_executor(sim_config(manager=address)):
+            await registry.next()
+        while not registry.requests.empty():
+            registry.requests.get_nowait()
+        async with registering(address):
+            assert (await registry.next()).executor_id == "e-1"
+
+
+async def test_registration_manager_down_at_first_is_retried():
+    port, registry = free_port(), Registry()
+    with capture_logs() as logs:
+        async with registering(f"127.0.0.1:{port}"):
+            down = await logged(logs, "manager_unreachable")
+            assert (down["code"], down["log_level"]) == ("UNAVAILABLE", "warning")
+            async with manager(registry, port):
+                await registry.next()
+                await logged(logs, "executor_registered")
+    assert [log["event"] for log in logs] == ["manager_unreachable", "executor_registered"]
+
+
+async def test_registration_manager_restarts_is_registered_again_and_logged():
+    port = free_port()
+    with capture_logs() as logs:
+        async with registering(f"127.0.0.1:{port}"):
+            async with manager(first := Registry(manager_id="m-1"), port):
+                await first.next()
+                await logged(logs, "executor_registered")
+            await logged(logs, "manager_unreachable")
+            async with manager(second := Registry(manager_id="m-2"), port):
+                await second.next()
+                await second.next()
+    registered = [log["manager_id"] for log in logs if log["event"] == "executor_registered"]
+    assert registered == ["m-1", "m-2"]
+
+
+async def test_registration_refused_logs_an_error_once_and_keeps_trying():
+    other_model = grpc.StatusCode.FAILED_PRECONDITION
+    registry = Registry(refusals=[other_model] * 3)
+    async with manager(registry) as address:
+        with capture_logs() as logs:
+            async with registering(address):
+                for _ in range(5):
+                    await registry.next()
+    assert [(log["event"], log["log_level"]) for log in logs] == [
+        ("registration_refused", "error"),
+        ("executor_registered", "info"),
+    ]
+    assert logs[0]["error"] == "refused by the test"
+
+
+def test_backoff_doubles_to_a_bound_with_jitter():
+    unavailable = grpc.StatusCode.UNAVAILABLE
+    longest = Backoff(first_s=0.1, longest_s=5.0, refused_s=30.0, jitter=lambda: 1.0)
+    assert [longest.after(count, unavailable) for count in (1, 2, 3, 7, 10_000)] == [0.1, 0.2, 0.4, 5.0, 5.0]
+    assert longest.after(1, grpc.StatusCode.FAILED_PRECONDITION) == 30.0
+    shortest = Backoff(first_s=0.1, longest_s=5.0, jitter=lambda: 0.0)
+    assert shortest.after(10_000, grpc.StatusCode.DEADLINE_EXCEEDED) == 2.5

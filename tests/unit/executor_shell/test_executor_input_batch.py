@@ -1,0 +1,265 @@
+import numpy as np
+import pytest
+from kvplane.executor.v1 import executor_service_pb2 as pb
+
+from executor_service.errors import InvalidFieldError
+from executor_service.input_batch import StepLimits, fill_batch, parse_step
+from executor_service.sampling_input import SamplingParser
+from tests.unit.executor_shell.executor_builders import Row, column, greedy, make_step
+
+NAN, INF = float("nan"), float("inf")
+NO_TOKENS = np.empty(0, dtype=np.int32)
+
+
+def make_limits(**values):
+    defaults = {
+        "kv_epoch": 1,
+        "num_blocks": 20,
+        "block_size": 4,
+        "vocab_size": 100,
+        "max_model_len": 40,
+        "num_groups": 1,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 4,
+        "sampling": SamplingParser(100, 5),
+    }
+    return StepLimits(**(defaults | values))
+
+
+def make_valid():
+    """Three rows: a prefill of six, a decode at position 5, a decode at position 8 with a penalty."""
+    penalised = greedy(repetition_penalty=1.5)
+    return make_step(
+        1,
+        1,
+        [
+            Row([1, 2, 3, 4, 5, 6], [1, 2], samples=False),
+            Row([7], [3, 4], start=5),
+            Row([8], [5, 6, 7], start=8, params=penalised, history=([9, 9, 8], 2)),
+        ],
+        tags={1: b"tag"},
+    )
+
+
+def test_parse_step_valid_step_gives_the_backends_arrays():
+    batch, failed = fill_batch(1, parse_step(make_valid(), make_limits()), NO_TOKENS)
+    assert failed == []
+    assert batch.num_rows == 3
+    assert batch.query_indptr.tolist() == [0, 6, 7, 8]
+    assert batch.seq_lens.tolist() == [6, 6, 9]
+    assert batch.slot_mappings[0].tolist() == [4, 5, 6, 7, 8, 9, 17, 28]
+    assert batch.slot_mappings[0].dtype == np.int64
+    assert batch.sampling.rows.tolist() == [1, 2]
+    assert batch.sampling.positions.tolist() == [6, 9]
+    assert batch.sampling.histories[1].token_ids.tolist() == [9, 9, 8]
+    assert batch.sampling.histories[1].prompt_len == 2
+    columns = [batch.query_indptr, batch.token_ids, batch.positions, batch.seq_lens, *batch.slot_mappings]
+    columns += [batch.sampling.rows, batch.sampling.params_index, batch.sampling.seeds, batch.sampling.positions]
+    columns += [batch.tables[0].block_indptr, batch.tables[0].block_ids, batch.tables[0].last_block_len]
+    for values in columns:
+        assert values.flags.c_contiguous
+        assert not values.flags.writeable
+
+
+def test_parse_step_without_rows_is_legal():
+    step = parse_step(make_step(1, 1, [], tags={3: b"t"}), make_limits())
+    assert (step.tag_block_ids, step.tags, len(step.seq_lens)) == ([3], [b"t"], 0)
+
+
+def test_parse_step_seeds_keep_all_64_bits():
+    request = make_step(1, 1, [Row([1], [1], seed=2**64 - 1)])
+    assert parse_step(request, make_limits()).sampling.seeds.tolist() == [2**64 - 1]
+
+
+def test_parse_step_two_groups_give_two_tables():
+    request = make_step(1, 1, [Row([1, 2], [1])])
+    request.block_tables.add().CopyFrom(make_step(1, 1, [Row([1, 2], [9])]).block_tables[0])
+    step = parse_step(request, make_limits(num_groups=2))
+    assert [slots.tolist() for slots in step.slot_mappings] == [[4, 5], [36, 37]]
+    assert step.written_blocks.tolist() == [1, 1, 9, 9]
+
+
+def _set(path, values):
+    """A mutation that replaces a column."""
+
+    def mutate(request):
+        target = request
+        for name in path.split("."):
+            target = target[int(name)] if name.isdigit() else getattr(target, name)
+        target.CopyFrom(column(values))
+
+    return mutate
+
+
+def _raw(path, data):
+    def mutate(request):
+        target = request
+        for name in path.split("."):
+            target = target[int(name)] if name.isdigit() else getattr(target, name)
+        target.data = data
+
+    return mutate
+
+
+def _param(**values):
+    def mutate(request):
+        for name, value in values.items():
+            if isinstance(value, (list, dict)):
+                getattr(request.sampling.params[0], name).clear() if isinstance(value, dict) else None
+                holder = getattr(request.sampling.params[0], name)
+                holder.update(value) if isinstance(value, dict) else holder.extend(value)
+            else:
+                setattr(request.sampling.params[0], name, value)
+
+    return mutate
+
+
+def _do(statement):
+    def mutate(request):
+        statement(request)
+
+    return mutate
+
+
+MALFORMED = {
+    "indptr-empty": (_set("query_indptr", []), "query_indptr"),
+    "indptr-not-from-0": (_set("query_indptr", [1, 6, 7, 8]), "query_indptr"),
+    "indptr-not-to-end": (_set("query_indptr", [0, 6, 7, 9]), "query_indptr"),
+    "indptr-not-growing": (_set("query_indptr", [0, 6, 6, 8]), "query_indptr[2]"),
+    "indptr-falling": (_set("query_indptr", [0, 7, 6, 8]), "query_indptr[2]"),
+    "indptr-negative": (_set("query_indptr", [0, -1, 7, 8]), "query_indptr[1]"),
+    "indptr-wraps": (_set("query_indptr", [0, 2**31 - 1, -(2**31), 8]), "query_indptr[1]"),
+    "indptr-bytes": (_raw("query_indptr", b"\0" * 15), "query_indptr.data"),
+    "rows-more-than-profiled": (_set("query_indptr", [0, 1, 2, 3, 4, 8]), "query_indptr"),
+    "tokens-more-than-profiled": (_set("token_ids", [1] * 17), "token_ids"),
+    "tokens-too-few": (_set("token_ids", [1] * 7), "query_indptr"),
+    "token-negative": (_set("token_ids", [1, 2, 3, -1, 5, 6, 7, 8]), "token_ids[3]"),
+    "token-beyond-vocab": (_set("token_ids", [1, 2, 3, 4, 5, 6, 7, 100]), "token_ids[7]"),
+    "tokens-bytes": (_raw("token_ids", b"\0" * 33), "token_ids.data"),
+    "positions-too-few": (_set("positions", [0, 1, 2, 3, 4, 5, 5]), "positions"),
+    "positions-gap": (_set("positions", [0, 1, 2, 4, 5, 6, 5, 8]), "positions[3]"),
+    "positions-repeat": (_set("positions", [0, 1, 1, 2, 3, 4, 5, 8]), "positions[2]"),
+    "position-negative": (_set("positions", [0, 1, 2, 3, 4, 5, -5, 8]), "positions[6]"),
+    "position-beyond-model": (_set("positions", [0, 1, 2, 3, 4, 5, 40, 8]), "positions[6]"),
+    "position-extreme": (_set("positions", [0, 1, 2, 3, 4, 5, 2**31 - 1, 8]), "positions[6]"),
+    "tables-none": (_do(lambda r: r.ClearField("block_tables")), "block_tables"),
+    "tables-two": (_do(lambda r: r.block_tables.add()), "block_tables"),
+    "table-short": (_set("block_tables.0.block_indptr", [0, 1, 3, 7]), "block_tables[0].block_indptr"),
+    "table-long": (_set("block_tables.0.block_indptr", [0, 3, 4, 7]), "block_tables[0].block_indptr"),
+    "table-indptr-rows": (_set("block_tables.0.block_indptr", [0, 2, 7]), "block_tables[0].block_indptr"),
+    "table-indptr-end": (_set("block_tables.0.block_indptr", [0, 2, 4, 8]), "block_tables[0].block_indptr"),
+    "table-null-block": (_set("block_tables.0.block_ids", [1, 2, 3, 0, 5, 6, 7]), "block_tables[0].block_ids[3]"),
+    "table-beyond": (_set("block_tables.0.block_ids", [1, 2, 3, 20, 5, 6, 7]), "block_tables[0].block_ids[3]"),
+    "table-negative": (_set("block_tables.0.block_ids", [-1, 2, 3, 4, 5, 6, 7]), "block_tables[0].block_ids[0]"),
+    "last-len-wrong": (_set("block_tables.0.last_block_len", [2, 3, 1]), "block_tables[0].last_block_len[1]"),
+    "last-len-few": (_set("block_tables.0.last_block_len", [2, 2]), "block_tables[0].last_block_len"),
+    "slot-written-twice": (_set("block_tables.0.block_ids", [1, 2, 3, 2, 5, 6, 7]), "block_tables[0].block_ids"),
+    "feeds-length": (_set("feeds_from", [-1, 0]), "feeds_from"),
+    "feeds-below": (_set("feeds_from", [-1, -2, 0]), "feeds_from[1]"),
+    "sampling-row-beyond": (_set("sampling.rows", [1, 3]), "sampling.rows[1]"),
+    "sampling-row-negative": (_set("sampling.rows", [-1, 2]), "sampling.rows[0]"),
+    "sampling-rows-repeat": (_set("sampling.rows", [1, 1]), "sampling.rows[1]"),
+    "sampling-rows-falling": (_set("sampling.rows", [2, 1]), "sampling.rows[1]"),
+    "params-index-few": (_set("sampling.params_index", [0]), "sampling.params_index"),
+    "params-index-beyond": (_set("sampling.params_index", [0, 2]), "sampling.params_index[1]"),
+    "params-none": (_do(lambda r: r.sampling.ClearField("params")), "sampling.params_index[0]"),
+    "seeds-few": (_do(lambda r: r.sampling.seeds.pop()), "sampling.seeds"),
+    "temperature-nan": (_param(temperature=NAN), "sampling.params[0].temperature"),
+    "temperature-inf": (_param(temperature=INF), "sampling.params[0].temperature"),
+    "temperature-negative": (_param(temperature=-0.1), "sampling.params[0].temperature"),
+    "top-k-negative": (_param(top_k=-1), "sampling.params[0].top_k"),
+    "top-p-zero": (_param(top_p=0.0), "sampling.params[0].top_p"),
+    "top-p-above": (_param(top_p=1.5), "sampling.params[0].top_p"),
+    "top-p-nan": (_param(top_p=NAN), "sampling.params[0].top_p"),
+    "min-p-above": (_param(min_p=1.01), "sampling.params[0].min_p"),
+    "min-p-nan": (_param(min_p=NAN), "sampling.params[0].min_p"),
+    "repetition-zero": (_param(repetition_penalty=0.0), "sampling.params[0].repetition_penalty"),
+    "repetition-nan": (_param(repetition_penalty=NAN), "sampling.params[0].repetition_penalty"),
+    "presence-above": (_param(presence_penalty=2.1), "sampling.params[0].presence_penalty"),
+    "frequency-nan": (_param(frequency_penalty=NAN), "sampling.params[0].frequency_penalty"),
+    "logprobs-above": (_param(num_logprobs=6), "sampling.params[0].num_logprobs"),
+    "logprobs-below": (_param(num_logprobs=-2), "sampling.params[0].num_logprobs"),
+    "bias-id-beyond": (_param(logit_bias={100: 1.0}), "sampling.params[0].logit_bias"),
+    "bias-id-negative": (_param(logit_bias={-1: 1.0}), "sampling.params[0].logit_bias"),
+    "bias-nan": (_param(logit_bias={7: NAN}), "sampling.params[0].logit_bias[7]"),
+    "suppressed-beyond": (_param(suppressed_token_ids=[100]), "sampling.params[0].suppressed_token_ids"),
+    "penalties-missing": (_do(lambda r: r.sampling.ClearField("penalties")), "sampling.penalties.sample_index"),
+    "penalties-one-missing": (_param(presence_penalty=1.0), "sampling.penalties.sample_index"),
+    "penalties-too-many": (_set("sampling.penalties.sample_index", [0, 1]), "sampling.penalties.sample_index"),
+    "penalties-other-row": (_set("sampling.penalties.sample_index", [0]), "sampling.penalties.sample_index"),
+    "penalties-indptr": (_set("sampling.penalties.indptr", [0, 2]), "sampling.penalties.indptr"),
+    "penalties-indptr-length": (_set("sampling.penalties.indptr", [0, 1, 3]), "sampling.penalties.indptr"),
+    "penalties-token": (_set("sampling.penalties.token_ids", [9, 9, 100]), "sampling.penalties.token_ids[2]"),
+    "penalties-prompt-len": (_set("sampling.penalties.prompt_lens", [4]), "sampling.penalties.prompt_lens[0]"),
+    "penalties-prompt-lens": (_set("sampling.penalties.prompt_lens", []), "sampling.penalties.prompt_lens"),
+    "tag-block-null": (_set("block_tags.block_ids", [0]), "block_tags.block_ids[0]"),
+    "tag-block-beyond": (_set("block_tags.block_ids", [20]), "block_tags.block_ids[0]"),
+    "tag-count": (_set("block_tags.block_ids", [1, 2]), "block_tags.block_ids"),
+    "tag-long": (_do(lambda r: r.block_tags.tags.__setitem__(0, bytes(4097))), "block_tags.tags[0]"),
+}
+
+
+@pytest.mark.parametrize(("mutate", "field"), MALFORMED.values(), ids=MALFORMED)
+def test_parse_step_malformed_names_field_expected_and_got(mutate, field):
+    request = make_valid()
+    mutate(request)
+    with pytest.raises(InvalidFieldError) as refused:
+        parse_step(request, make_limits())
+    assert refused.value.metadata["field"] == field
+    assert refused.value.metadata["expected"]
+    assert refused.value.metadata["got"]
+
+
+def test_parse_step_penalties_without_a_penalised_row_are_refused():
+    request = make_valid()
+    request.sampling.params[1].repetition_penalty = 1.0
+    with pytest.raises(InvalidFieldError, match="sample_index"):
+        parse_step(request, make_limits())
+    request.sampling.penalties.CopyFrom(pb.PenaltyHistories())
+    assert parse_step(request, make_limits()).sampling.histories == {}
+
+
+def test_parse_step_same_params_twice_are_parsed_once():
+    limits = make_limits()
+    first, second = (parse_step(make_valid(), limits).sampling.params[1] for _ in range(2))
+    assert first is second
+
+
+def test_parse_step_bad_params_are_never_remembered():
+    limits = make_limits()
+    for _ in range(2):
+        request = make_valid()
+        request.sampling.params[0].top_k = -1
+        with pytest.raises(InvalidFieldError):
+            parse_step(request, limits)
+
+
+def make_fed():
+    rows = [
+        Row([1, 2, -7], [1], feed=1),
+        Row([3], [2], start=1),
+        Row([999], [3], start=3, feed=0, params=greedy(presence_penalty=1.0), history=([5, 6], 1)),
+    ]
+    return make_step(2, 1, rows, feeds_from_step_id=1)
+
+
+def test_fill_batch_puts_tokens_at_the_rows_ends_and_into_histories():
+    batch, failed = fill_batch(2, parse_step(make_fed(), make_limits()), np.array([41, 42], dtype=np.int32))
+    assert failed == []
+    assert batch.token_ids.tolist() == [1, 2, 42, 3, 41]
+    assert not batch.token_ids.flags.writeable
+    assert batch.sampling.histories[2].token_ids.tolist() == [5, 6, 41]
+    assert batch.sampling.histories[2].prompt_len == 1
+
+
+def test_fill_batch_row_fed_by_failed_row_runs_with_token_0():
+    batch, failed = fill_batch(2, parse_step(make_fed(), make_limits()), np.array([-1, 42], dtype=np.int32))
+    assert failed == [2]
+    assert batch.token_ids.tolist() == [1, 2, 42, 3, 0]
+
+
+def test_fill_batch_index_beyond_the_sampled_names_the_row():
+    with pytest.raises(InvalidFieldError) as refused:
+        fill_batch(2, parse_step(make_fed(), make_limits()), np.array([41], dtype=np.int32))
+    assert refused.value.metadata["field"] == "feeds_from[0]"
+    assert refused.value.metadata["got"] == "1"

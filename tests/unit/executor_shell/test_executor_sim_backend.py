@@ -1,0 +1,253 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from executor_service.backends.base import BackendError, NotEnoughMemoryError
+from executor_service.backends.sim_backend import SimBackend, SimBackendConfig
+from executor_service.backends.sim_digest import expected_tokens
+from executor_service.input_batch import StepLimits, fill_batch, parse_step
+from executor_service.sampling_input import SamplingParser
+from tests.unit.executor_shell.executor_builders import Row, greedy, make_step
+
+VOCAB = 1000
+PROMPT = list(range(100, 111))
+NO_TOKENS = np.empty(0, dtype=np.int32)
+
+
+class Sim:
+    """A sim backend that is fed steps as the executor would."""
+
+    def __init__(self, *, block_size=4, num_blocks=64, vocab_size=VOCAB):
+        config = SimBackendConfig(block_size=block_size, sim_num_blocks=num_blocks, sim_vocab_size=vocab_size)
+        self.block_size = block_size
+        self.backend = SimBackend(config)
+        info = self.backend.load()
+        self.backend.initialize_kv_cache(num_blocks)
+        sampling = SamplingParser(vocab_size, info.max_logprobs)
+        self.limits = StepLimits(1, num_blocks, block_size, vocab_size, info.max_model_len, 1, 10_000, 1_000, sampling)
+
+    def run(self, *rows):
+        request = make_step(1, 1, rows, block_size=self.block_size)
+        batch, _ = fill_batch(1, parse_step(request, self.limits), NO_TOKENS)
+        return self.backend.execute(batch)
+
+    def tokens(self, *rows):
+        return self.run(*rows).sampled_token_ids.tolist()
+
+
+def oracle(prompt, count, **values):
+    return expected_tokens(prompt, count, vocab_size=VOCAB, **values)
+
+
+def generate(sim, prompt, table, count, **values):
+    """Prefill in one step, then decode."""
+    tokens = sim.tokens(Row(prompt, table, **values))
+    while len(tokens) < count:
+        tokens += sim.tokens(Row([tokens[-1]], table, start=len(prompt) + len(tokens) - 1, **values))
+    return tokens
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+def test_execute_any_block_size_gives_the_oracles_tokens(block_size):
+    table = [7, 3, 20, 1, 9, 2, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43]
+    assert generate(Sim(block_size=block_size), PROMPT, table, 9) == oracle(PROMPT, 9)
+
+
+def test_oracle_values_never_change():
+    """Recorded: a change of the arithmetic must be seen, since other tests and traces build on the tokens."""
+    assert oracle([1, 2, 3], 4) == [936, 300, 864, 456]
+    assert oracle([1, 2, 3], 4, seed=5, temperature=1.0) == [444, 859, 880, 975]
+
+
+def test_execute_temperature_uses_seed_and_position():
+    params = greedy(temperature=0.7)
+    drawn = generate(Sim(), PROMPT, list(range(1, 9)), 6, params=params, seed=2**63 + 5)
+    assert drawn == oracle(PROMPT, 6, seed=2**63 + 5, temperature=0.7)
+    assert drawn != oracle(PROMPT, 6, seed=5, temperature=0.7)
+    assert drawn != oracle(PROMPT, 6)
+
+
+def test_execute_greedy_ignores_the_seed():
+    assert Sim().tokens(Row(PROMPT, [1, 2, 3], seed=1)) == Sim().tokens(Row(PROMPT, [1, 2, 3], seed=2))
+
+
+def test_execute_suppressed_tokens_are_not_produced():
+    (best,) = oracle(PROMPT, 1)
+    banned = [best, (best + 1) % VOCAB]
+    produced = Sim().tokens(Row(PROMPT, [1, 2, 3], params=greedy(suppressed_token_ids=banned)))
+    assert produced == oracle(PROMPT, 1, suppressed_token_ids=banned) == [(best + 2) % VOCAB]
+    assert oracle(PROMPT, 3, suppressed_token_ids=banned, min_tokens=0) == oracle(PROMPT, 3)
+
+
+def test_execute_all_tokens_suppressed_fails_the_row_alone():
+    params = greedy(suppressed_token_ids=range(4))
+    result = Sim(vocab_size=4).run(Row([1], [1], params=params), Row([2], [2]))
+    assert [(failure.row, failure.reason) for failure in result.failures] == [(0, "ALL_TOKENS_SUPPRESSED")]
+    assert result.sampled_token_ids.tolist() == [-1, *expected_tokens([2], 1, vocab_size=4)]
+
+
+def test_execute_penalty_depends_on_history_and_prompt_length():
+    params = greedy(presence_penalty=0.5)
+
+    def first(history):
+        return Sim().tokens(Row(PROMPT, [1, 2, 3], params=params, history=history))
+
+    assert first((PROMPT, len(PROMPT))) == oracle(PROMPT, 1, penalised=True) != oracle(PROMPT, 1)
+    assert first((PROMPT, len(PROMPT) - 1)) != first((PROMPT, len(PROMPT)))
+    assert first((PROMPT[:-1], len(PROMPT) - 1)) != first((PROMPT, len(PROMPT)))
+
+
+def test_execute_logprob_of_the_produced_token_on_request():
+    result = Sim().run(Row(PROMPT, [1, 2, 3], params=greedy(num_logprobs=0)), Row([1], [5]))
+    assert list(result.logprobs) == [0]
+    assert result.logprobs[0].token_ids.tolist() == result.sampled_token_ids[:1].tolist()
+    assert result.logprobs[0].logprobs.tolist() == [0.0]
+
+
+# One change to the table or to a block's content each; a decode at position 11 reads three blocks through it.
+def _wrong_block(sim, table):
+    sim.run(Row([7, 7, 7, 7], [50], samples=False))
+    return [50, *table[1:]]
+
+
+def _swapped_blocks(sim, table):
+    return [table[1], table[0], *table[2:]]
+
+
+def _stale_slot(sim, table):
+    sim.run(Row([42], [60, 61, table[0]], start=9, samples=False))
+    return table
+
+
+def _stale_slot_of_last_block(sim, table):
+    sim.run(Row([42], [60, table[2]], start=5, samples=False))
+    return table
+
+
+def _never_written(sim, table):
+    return [table[0], 59, table[2]]
+
+
+def _evicted_by_other_request(sim, table):
+    sim.run(Row([1, 2, 3, 4], [table[1]], samples=False))
+    return table
+
+
+def _half_written_by_same_prompt(sim, table):
+    sim.run(Row(PROMPT[:2], [58], samples=False))
+    return [58, *table[1:]]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _wrong_block,
+        _swapped_blocks,
+        _stale_slot,
+        _stale_slot_of_last_block,
+        _never_written,
+        _evicted_by_other_request,
+        _half_written_by_same_prompt,
+    ],
+)
+def test_execute_damaged_table_or_block_changes_the_token(damage):
+    sim, table = Sim(), [4, 9, 6]
+    first, second = oracle(PROMPT, 2)
+    assert sim.tokens(Row(PROMPT, table)) == [first]
+    assert sim.tokens(Row([first], table, start=11)) == [second]
+    assert sim.tokens(Row([first], damage(sim, table), start=11)) != [second]
+
+
+def test_execute_content_beyond_the_sequence_does_not_matter():
+    sim = Sim()
+    sim.run(Row(list(range(12)), [4, 9, 6], samples=False))
+    assert generate(sim, PROMPT[:5], [4, 9, 6], 3) == oracle(PROMPT[:5], 3)
+
+
+def test_execute_row_reads_prefix_that_another_row_of_the_step_fills():
+    """Rows 0 and 1 wait for row 2; row 0 also shares what row 1 fills."""
+    prompt = list(range(200, 212))
+    rows = [
+        Row(prompt[8:], [1, 2, 3], start=8),
+        Row(prompt[4:8], [1, 2], start=4),
+        Row(prompt[:4], [1]),
+        Row([5, 6], [10, 11]),
+    ]
+    expected = [oracle(prompt[:end], 1)[0] for end in (12, 8, 4)] + oracle([5, 6], 1)
+    assert Sim().tokens(*rows) == expected
+
+
+def test_execute_rows_that_wait_for_each_other_raise_and_write_nothing():
+    sim = Sim()
+    sim.run(Row(PROMPT, [1, 2, 3], samples=False))
+    before = sim.backend.slots.copy()
+    with pytest.raises(BackendError) as refused:
+        sim.run(Row([1, 2, 3, 4], [21, 20], start=4), Row([1, 2, 3, 4], [20, 21], start=4))
+    assert refused.value.reason == "CIRCULAR_BLOCK_TABLES"
+    np.testing.assert_array_equal(sim.backend.slots, before)
+    assert sim.tokens(Row(oracle(PROMPT, 1), [1, 2, 3], start=11)) == oracle(PROMPT, 2)[1:]
+
+
+def test_execute_row_that_waits_for_itself_raises():
+    with pytest.raises(BackendError):
+        Sim().run(Row([1, 2, 3, 4], [20, 20], start=4))
+
+
+def test_execute_writes_only_the_steps_slots():
+    sim = Sim()
+    sim.run(Row(PROMPT, [1, 2, 3], samples=False))
+    before = sim.backend.slots.copy()
+    sim.run(Row([1, 2], [8, 9], start=3))
+    assert np.flatnonzero(sim.backend.slots != before).tolist() == [35, 36]
+
+
+def test_initialize_kv_cache_again_forgets_everything():
+    sim = Sim()
+    sim.run(Row(PROMPT, [1, 2, 3], samples=False))
+    sim.backend.initialize_kv_cache(64)
+    assert not sim.backend.slots.any()
+    assert sim.tokens(Row(oracle(PROMPT, 1), [1, 2, 3], start=11)) != oracle(PROMPT, 2)[1:]
+
+
+def test_profile_memory_reports_blocks_or_what_is_short():
+    profile = SimBackend(SimBackendConfig(sim_num_blocks=9, max_model_len=128)).profile_memory(64, 4)
+    assert (profile.num_blocks, profile.overridden) == (9, False)
+    assert int(profile.utilization * profile.total_bytes - profile.peak_bytes) == profile.available_bytes
+    assert profile.available_bytes // profile.bytes_per_block == 9
+    overridden = SimBackend(SimBackendConfig(num_blocks_override=20)).profile_memory(64, 4)
+    assert (overridden.num_blocks, overridden.overridden) == (20, True)
+    with pytest.raises(NotEnoughMemoryError, match="needs 10 blocks"):
+        SimBackend(SimBackendConfig(sim_num_blocks=9, max_model_len=129)).profile_memory(64, 4)
+
+
+def test_load_eos_beyond_vocab_is_refused():
+    with pytest.raises(BackendError, match="sim_eos_token_ids"):
+        SimBackend(SimBackendConfig(sim_vocab_size=10, sim_eos_token_ids=(10,))).load()
+    assert SimBackend(SimBackendConfig(sim_eos_token_ids=(2, 5))).load().eos_token_ids == (2, 5)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=60)
+def test_execute_any_chunking_and_batching_gives_the_oracles_tokens(data):
+    """Several sequences, prefilled in random chunks beside each other's decodes, through random tables."""
+    sim = Sim(num_blocks=200)
+    free = data.draw(st.permutations(range(1, 200)))
+    prompts = data.draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=25), min_size=1, max_size=5))
+    tables = [[free.pop() for _ in range(9)] for _ in prompts]
+    known, done = [list(prompt) for prompt in prompts], [0] * len(prompts)
+    while any(len(known[i]) < len(prompts[i]) + 4 for i in range(len(prompts))):
+        chosen = data.draw(st.lists(st.sampled_from(range(len(prompts))), min_size=1, unique=True))
+        ends = {i: data.draw(st.integers(done[i] + 1, len(known[i]))) for i in chosen}
+        rows = [
+            Row(known[i][done[i] : ends[i]], tables[i], start=done[i], samples=ends[i] == len(known[i])) for i in chosen
+        ]
+        sampled = iter(sim.tokens(*rows))
+        for i in chosen:
+            done[i] = ends[i]
+            if ends[i] == len(known[i]):
+                known[i].append(next(sampled))
+        if sum(map(len, known)) > 400 or max(map(len, known)) >= 36:
+            break
+    for prompt, tokens in zip(prompts, known, strict=True):
+        assert tokens[len(prompt) :] == oracle(prompt, len(tokens) - len(prompt))
