@@ -156,7 +156,7 @@ class StepRunner:
     def _submit(self, stream: StepStream, request: pb.ExecuteRequest | None) -> None:
         """Queue a step, its arrays checked; None marks the end of the stream."""
         if request is None:
-            self._thread.submit(functools.partial(self._thread.post, stream.deliver, None))
+            self._thread.submit(functools.partial(self._finish, stream))
             return
         step = self._parsed(request, time.perf_counter_ns())
         self._thread.submit(functools.partial(self._take_up, stream, step))
@@ -170,6 +170,11 @@ class StepRunner:
             return _QueuedStep(request, parse_step(request, cache.limits), None, read_ns)
         except Exception as error:  # noqa: BLE001 - raised when the step is taken up
             return _QueuedStep(request, None, as_executor_error(error), read_ns)
+
+    def _finish(self, stream: StepStream) -> None:
+        """End a stream well, its steps all answered; one that was closed gets an error, and must not look complete."""
+        if not stream.closed:
+            self._thread.post(stream.deliver, None)
 
     def _take_up(self, stream: StepStream, step: _QueuedStep) -> None:
         """Run a step in the compute thread, unless its stream is over."""

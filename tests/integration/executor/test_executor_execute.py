@@ -289,6 +289,24 @@ async def test_execute_new_stream_supersedes_the_old():
         assert backend.executed == [1, 1, 2]
 
 
+async def test_execute_superseded_stream_that_was_half_closed_does_not_look_complete():
+    async with holding() as (backend, server, client, epoch):
+        old = client.execute()
+        for step in (1, 2):
+            await old.send(decode(step, epoch, step - 1))
+        await old.call.done_writing()
+        await step_started(backend)
+        await until(lambda: server._thread._jobs.qsize() == 2)
+        first = server._runner._current
+        new = client.execute()
+        await until(lambda: server._runner._current is not first)
+        backend.open()
+        assert (await old.receive()).step_id == 1
+        assert error_info(await old.error()).reason == "STREAM_SUPERSEDED"
+        assert (await new.step(decode(5, epoch, 0))).step_id == 5
+        assert backend.executed == [1, 5]
+
+
 async def test_execute_cancelled_stream_drops_its_queued_steps():
     async with holding() as (backend, server, client, epoch):
         stream = client.execute()
