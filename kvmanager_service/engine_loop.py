@@ -181,7 +181,7 @@ class EngineLoop:
         work = asyncio.create_task(self._work(executor, connection), name="executor-work")
         lease = asyncio.create_task(self._wait_lease_over(executor), name="executor-lease")
         try:
-            # Whatever the work waits for, be it a write to an executor that reads no more, it waits no longer than this.
+            # Whatever the work waits for, be it a write to an executor that reads no more, it ends with the lease.
             await asyncio.wait((work, lease), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise ExecutorLostError("its lease ran out: it did not register again in time")
@@ -277,7 +277,10 @@ class EngineLoop:
     def _require_model(self, executor: RegisteredExecutor, info: GetModelInfoResponse) -> None:
         """Raise ExecutorLostError, and reject the executor, unless it serves the manager's model."""
         if self._model is not None and info.model_fingerprint != self._model.fingerprint:
-            message = f"expected an executor that serves {self._model.name!r}, got other weights: {info.model_name!r}"
+            message = (
+                f"expected an executor that serves {self._model.name!r} ({self._model.fingerprint}), got other weights:"
+                f" {info.model_name!r} ({info.model_fingerprint}); start it with the same model"
+            )
             self._registry.reject(executor.executor_id, message)
             _log.warning("executor_rejected", executor_id=executor.executor_id, address=executor.address)
             raise ExecutorLostError(message)

@@ -32,11 +32,10 @@ PROFILE_TIMEOUT_S = 900.0
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.use_local_subchannel_pool", 1),
 )
+"""No keepalive: the lease says whether an executor lives, and a server that was not told otherwise ends a connection
+that pings more often than every five minutes without data."""
 
 
 class ExecutorLostError(Exception):
@@ -99,6 +98,16 @@ class ExecutorConnection:
         except grpc.aio.AioRpcError as error:
             raise ExecutorLostError(_describe(error)) from error
 
+    async def model_info(self) -> pb.GetModelInfoResponse:
+        """What the executor serves. Raises ExecutorLostError when it does not say."""
+        try:
+            info: pb.GetModelInfoResponse = await self._stub.GetModelInfo(
+                pb.GetModelInfoRequest(), timeout=UNARY_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as error:
+            raise ExecutorLostError(_describe(error)) from error
+        return info
+
     async def _list_tags(self, kv_epoch: int) -> list[TaggedBlock]:
         tagged = []
         async for portion in self._stub.ListBlockTags(pb.ListBlockTagsRequest(kv_epoch=kv_epoch)):
@@ -153,12 +162,6 @@ class StepStream:
         self._results.clear()
         return results
 
-    def end(self, why: str) -> None:
-        """Give the stream up: `take_results` raises from now on."""
-        if self._lost is None:
-            self._lost = ExecutorLostError(why)
-        self._on_event()
-
     async def close(self) -> None:
         """Cancel the call and wait for the reader."""
         self._call.cancel()
@@ -183,7 +186,8 @@ class StepStream:
             if not self._call.cancelled():
                 raise
         finally:
-            self.end(why)
+            self._lost = ExecutorLostError(why)
+            self._on_event()
 
 
 def _describe(error: grpc.aio.AioRpcError) -> str:

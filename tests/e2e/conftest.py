@@ -1,0 +1,52 @@
+"""Fixtures of the tests on real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        item.stash[_FAILED] = True
+        # A cluster may be shared by the tests of a module or session.
+        item.session.stash[_FAILED] = True
+    return report
+
+
+def finish(cluster: Cluster, *, failed: bool) -> None:
+    """End a cluster: after a failure its logs are shown, else they are checked."""
+    try:
+        if failed:
+            cluster.show_logs()
+        else:
+            cluster.check_logs()
+    finally:
+        cluster.close()
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster of one test; it starts empty."""
+    made = Cluster(tmp_path)
+    try:
+        yield made
+    finally:
+        finish(made, failed=request.node.stash.get(_FAILED, False))
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster that the tests of a module share; each must leave it as it found it."""
+    made = Cluster(tmp_path_factory.mktemp("cluster"))
+    try:
+        yield made
+    finally:
+        finish(made, failed=request.session.stash.get(_FAILED, False))

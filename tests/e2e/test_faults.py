@@ -1,0 +1,354 @@
+"""Clients, executors and managers that die, freeze, stop or are the wrong ones: real processes, real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from cluster import Cluster, environment, eventually, executor_address, serving, settled, used_blocks
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kvplane_client import (
+    NO_RETRY,
+    AsyncClient,
+    DeadlineExceededError,
+    ExecutorState,
+    RequestStatus,
+    Stats,
+    UnavailableError,
+)
+from load import Job, Running, random_jobs, random_prompt
+
+STEP_MS = 250
+"""A step of the clusters in which steps are counted: far longer than it takes to notice that a client is gone."""
+
+
+# --- clients ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def slow_cluster(shared_cluster: Cluster) -> Cluster:
+    """Two requests run at a time, four steps a second, blocks so large that only the victim has more than one."""
+    shared_cluster.start({"max_num_seqs": 2}, sim_step_ms=STEP_MS, block_size=512, sim_num_blocks=64)
+    return shared_cluster
+
+
+@asynccontextmanager
+async def client_that_ends(cluster: Cluster, client: AsyncClient, ending: str, request_id: str) -> AsyncIterator[None]:
+    """A request of 1,600 prompt tokens whose client ends, in the given way, when the context is left."""
+    if ending == "kill":
+        script = Path(__file__).with_name("streaming_client.py")
+        command = [sys.executable, str(script), cluster.address, request_id, "1600"]
+        process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.DEVNULL, env=environment())
+        try:
+            yield
+        finally:
+            process.kill()
+            await process.wait()
+        return
+    deadline = 2.0 if ending == "deadline" else None
+    stream = client.stream([7] * 1600, request_id=request_id, max_tokens=1000, deadline=deadline)
+    task = asyncio.create_task(stream.completion())
+    try:
+        yield
+    finally:
+        if ending == "cancel":
+            task.cancel()
+        (outcome,) = await asyncio.gather(task, return_exceptions=True)
+    assert isinstance(outcome, asyncio.CancelledError if ending == "cancel" else DeadlineExceededError)
+
+
+@pytest.mark.parametrize("status", [RequestStatus.RUNNING, RequestStatus.WAITING])
+@pytest.mark.parametrize("ending", ["kill", "cancel", "deadline"])
+async def test_client_that_ends_gives_back_its_blocks_within_a_step(
+    slow_cluster: Cluster, ending: str, status: RequestStatus
+) -> None:
+    request_id = f"{ending}-{status}"
+
+    async def find_victim() -> RequestStatus | None:
+        listed = [info async for info in client.list_requests(request_id=request_id)]
+        return listed[0].status if listed else None
+
+    async def has_reached_status() -> bool:
+        return await find_victim() is status
+
+    async def is_gone() -> Stats | None:
+        stats = await client.get_stats()
+        return stats if stats.requests_running + stats.requests_waiting == len(others) else None
+
+    others = [Job([index, 1, 2], 400) for index in range(1 if status is RequestStatus.RUNNING else 2)]
+    async with slow_cluster.client(retry=NO_RETRY) as client:
+        async with Running(client, others) as running:
+            await running.progressed(1)
+            async with client_that_ends(slow_cluster, client, ending, request_id):
+                await eventually(has_reached_status, f"a {status} request")
+                before = await client.get_stats()
+                assert used_blocks(before) == len(others) + (4 if status is RequestStatus.RUNNING else 0)
+            ended = before if ending == "kill" else await client.get_stats()
+            after = await eventually(is_gone, "the request's end")
+
+            assert used_blocks(after) == len(others)
+            # The step that was out, and one that may have ended between our question and the client's end.
+            assert after.steps - ended.steps <= 2
+            await running.progressed(1)
+        for job in others:
+            assert job.token_ids == job.expected[: len(job.token_ids)]
+        await settled(client)
+
+
+# --- executors --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("port", ["same", "other"])
+async def test_executor_killed_and_restarted_streams_go_on_unharmed(cluster: Cluster, port: str) -> None:
+    cluster.start()
+    jobs = random_jobs(random.Random(1), 32, output=(60, 250))
+    retries: list[Exception] = []
+    async with cluster.client(on_retry=lambda error, _: retries.append(error)) as client:
+        async with Running(client, jobs) as running:
+            for kills in range(1, 3):
+                await running.progressed(10)
+                victim = cluster.executors[-1]
+                address = executor_address(victim)
+                victim.kill()
+                settings = {"port": address.rpartition(":")[2]} if port == "same" else {}
+                replacement = await asyncio.to_thread(cluster.start_executor, sim_step_ms=5, **settings)
+                assert (executor_address(replacement) == address) is (port == "same")
+                await cluster.manager.logged("executor_active", kills + 1)
+                assert running.unfinished
+            await running.finished()
+        stats = await settled(client)
+
+    assert not retries, "clients notice nothing"
+    assert stats.reschedules > 0
+    assert stats.requests_finished == {"length": len(jobs)}
+
+
+async def test_executor_killed_standby_takes_over(cluster: Cluster) -> None:
+    cluster.start()
+    cluster.start_executor(sim_step_ms=5)
+    jobs = random_jobs(random.Random(2), 16, output=(60, 150))
+    async with cluster.client() as client, Running(client, jobs) as running:
+        assert [info.state for info in await client.list_executors()] == [ExecutorState.ACTIVE, ExecutorState.STANDBY]
+        await running.progressed(10)
+        cluster.executors[0].kill()
+        await cluster.manager.logged("executor_active", 2)
+        assert running.unfinished
+        await running.finished()
+        assert (await client.list_executors())[-1].state is ExecutorState.ACTIVE
+        await settled(client)
+
+
+async def test_executor_frozen_until_its_lease_is_over_standby_takes_over_and_the_thawed_one_does_no_harm(
+    cluster: Cluster,
+) -> None:
+    cluster.start({"lease_ms": 1_000})
+    cluster.start_executor(sim_step_ms=5)
+    first, second = cluster.executors
+    # Long histories make long messages, of which some are on their way when the reader freezes.
+    jobs = [
+        Job(random_prompt(random.Random(index), 3_000), 150, {"repetition_penalty": 1.5}) for index in range(6)
+    ] + random_jobs(random.Random(3), 10, output=(100, 200))
+    async with cluster.client() as client, Running(client, jobs) as running:
+        await running.progressed(10)
+        first.signal(signal.SIGSTOP)
+        await cluster.manager.logged("executor_active", 2)
+        assert "lease ran out" in cluster.manager.events("executor_lost")[0]["reason"]
+        await running.progressed(10)
+        assert running.unfinished
+        first.signal(signal.SIGCONT)
+        # Twice with the first: it registers anew as a standby.
+        await cluster.manager.logged("executor_registered", 3)
+        await running.finished()
+        assert {info.address: info.state for info in await client.list_executors()} == {
+            executor_address(first): ExecutorState.STANDBY,
+            executor_address(second): ExecutorState.ACTIVE,
+        }
+
+        # Its cache still holds blocks of the time before, and maybe half of a step: none may be taken for good.
+        second.kill()
+        await cluster.manager.logged("executor_active", 3)
+        again = [Job(job.prompt, job.max_tokens, job.options) for job in jobs]
+        async with Running(client, again) as rerun:
+            await rerun.finished()
+        await settled(client)
+
+
+async def test_executor_that_does_not_return_requests_end_unavailable(cluster: Cluster) -> None:
+    cluster.start({"executor_timeout_s": 0.5})
+    jobs = [Job([index, 1], 2_000) for index in range(8)]
+    async with cluster.client(retry=NO_RETRY) as client:
+        async with Running(client, jobs) as running:
+            await running.progressed(5)
+            cluster.executors[0].kill()
+            outcomes = await running.outcomes()
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            assert isinstance(outcome, UnavailableError)
+            assert outcome.reason == "NO_EXECUTOR"
+            assert job.token_ids == job.expected[: len(job.token_ids)]
+        with pytest.raises(UnavailableError) as refused:
+            await client.generate([1, 2], max_tokens=1)
+        assert refused.value.reason == "NO_EXECUTOR"
+        assert (await settled(client)).requests_finished == {"error": len(jobs)}
+
+        cluster.start_executor()
+        await serving(client)
+        async with Running(client, random_jobs(random.Random(4), 8)) as running:
+            await running.finished()
+
+
+async def test_executor_of_another_model_is_refused_and_disturbs_nobody(cluster: Cluster) -> None:
+    cluster.start({"lease_ms": 1_000})
+    cluster.expected_errors.add("registration_refused")
+    jobs = random_jobs(random.Random(5), 8, output=(400, 600))
+    async with cluster.client() as client, Running(client, jobs) as running:
+        await running.progressed(5)
+        wrong = cluster.start_executor(sim_vocab_size=31_000)
+        refusal = await wrong.logged("registration_refused")
+        assert refusal["code"] == "FAILED_PRECONDITION"
+        infos = {info.address: info for info in await client.list_executors()}
+        assert "other weights" in (infos[executor_address(wrong)].last_error or "")
+        assert infos[executor_address(cluster.executors[0])].state is ExecutorState.ACTIVE
+        assert running.unfinished
+
+        # Not even when there is no other.
+        cluster.executors[0].kill()
+        await cluster.manager.logged("executor_lost")
+        cluster.start_executor()
+        await cluster.manager.logged("executor_active", 2)
+        await running.finished()
+        assert cluster.manager.events("executor_active")[-1]["address"] == executor_address(cluster.executors[-1])
+        await settled(client)
+
+
+@pytest.mark.soak
+async def test_executor_idle_for_a_minute_is_not_lost(cluster: Cluster) -> None:
+    """Three pings without data are enough for a gRPC server to end a connection."""
+    cluster.start()
+    await asyncio.sleep(60)
+    assert not cluster.manager.events("executor_lost")
+    async with cluster.client() as client, Running(client, [Job([1, 2, 3], 20)]) as running:
+        await running.finished()
+
+
+# --- the manager ------------------------------------------------------------------------------------------------------
+
+
+async def health_of(cluster: Cluster, service: str) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType:
+    async with grpc.aio.insecure_channel(cluster.address) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        response: health_pb2.HealthCheckResponse = await health_pb2_grpc.HealthStub(channel).Check(request)
+        return response.status
+
+
+async def test_manager_terminated_under_load_finishes_what_runs_and_takes_nothing_new(cluster: Cluster) -> None:
+    cluster.start(sim_step_ms=20)
+    jobs = random_jobs(random.Random(6), 12, output=(60, 100))
+    async with cluster.client(retry=NO_RETRY) as client, Running(client, jobs) as running:
+        await running.progressed(5)
+        cluster.manager.signal(signal.SIGTERM)
+        await cluster.manager.logged("engine_draining")
+        for service in ("", "kvplane.kvmanager.v1.InferenceService"):
+            assert await health_of(cluster, service) == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(UnavailableError) as refused:
+            await client.generate([1, 2], max_tokens=1)
+        assert refused.value.reason == "DRAINING"
+        assert running.unfinished
+        await running.finished()
+        assert await cluster.manager.exit_status() == 0
+    assert not cluster.manager.events("manager_stopped")[0]["forced"]
+
+
+async def test_manager_whose_drain_times_out_ends_what_is_left_unavailable(cluster: Cluster) -> None:
+    cluster.start({"drain_timeout_s": 0.2, "max_num_seqs": 6})
+    jobs = [Job([index, 1], 4_000) for index in range(8)]  # two of them wait
+    async with cluster.client(retry=NO_RETRY) as client, Running(client, jobs) as running:
+
+        async def are_six_running() -> bool:
+            return sum(bool(job.token_ids) for job in jobs) == 6
+
+        await eventually(are_six_running, "six running requests")
+        cluster.manager.signal(signal.SIGTERM)
+        outcomes = await running.outcomes()
+        assert await cluster.manager.exit_status() == 0
+    for job, outcome in zip(jobs, outcomes, strict=True):
+        assert isinstance(outcome, UnavailableError)
+        assert outcome.reason == "DRAINING"
+        assert job.token_ids == job.expected[: len(job.token_ids)]
+    assert cluster.manager.events("engine_drain_timed_out")[0]["requests"] == len(jobs)
+
+
+async def test_manager_signalled_twice_stops_at_once(cluster: Cluster) -> None:
+    cluster.start({"drain_timeout_s": 3_600})
+    jobs = [Job([index, 1], 8_000) for index in range(4)]
+    async with cluster.client(retry=NO_RETRY) as client, Running(client, jobs) as running:
+        await running.progressed(5)
+        cluster.manager.signal(signal.SIGTERM)
+        await cluster.manager.logged("engine_draining")
+        await running.progressed(5)
+        cluster.manager.signal(signal.SIGINT)
+        outcomes = await running.outcomes()
+        assert await cluster.manager.exit_status() == 0
+    assert all(isinstance(outcome, UnavailableError) for outcome in outcomes)
+    assert cluster.manager.events("manager_stopped")[0]["forced"]
+
+
+@pytest.mark.parametrize(("number", "has_executor"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
+async def test_idle_manager_signalled_exits_with_status_0(
+    cluster: Cluster, number: signal.Signals, has_executor: bool
+) -> None:
+    if has_executor:
+        cluster.start()
+    else:
+        cluster.start_manager()
+    cluster.manager.signal(number)
+    assert await cluster.manager.exit_status() == 0
+
+
+async def test_manager_killed_and_restarted_streams_resume(cluster: Cluster) -> None:
+    cluster.start({"lease_ms": 1_000})
+    jobs = random_jobs(random.Random(7), 16, prompt=(40, 200), output=(100, 200))
+    async with cluster.client() as client:
+        async with Running(client, jobs) as running:
+            for restarts in range(2):
+                await running.progressed(15)
+                cluster.manager.kill()
+                await asyncio.to_thread(cluster.start_manager)
+                ready = await cluster.manager.logged("kv_cache_ready")
+                assert ready["adopted_blocks"] > 0, f"restart {restarts}"
+                assert running.unfinished
+            await running.finished()
+        stats = await settled(client)
+    assert stats.prefix_hits > 0
+
+
+async def test_manager_killed_and_restarted_adopts_the_executors_cache(cluster: Cluster) -> None:
+    cluster.start({"lease_ms": 1_000})
+    jobs = random_jobs(random.Random(8), 8, prompt=(64, 200))
+    async with cluster.client() as client:
+        async with Running(client, jobs) as running:
+            await running.finished()
+        epoch = (await settled(client)).pool.kv_epoch  # type: ignore[union-attr]
+        cluster.manager.kill()
+        cluster.start_manager()
+        await cluster.manager.logged("executor_active")
+        stats = await serving(client)
+        assert stats.pool is not None
+        assert stats.pool.kv_epoch == epoch
+        assert stats.pool.cached_blocks > 0
+        assert used_blocks(stats) == 0
+        assert stats.steps == 0
+
+        again = [Job(job.prompt, job.max_tokens, job.options) for job in jobs]
+        async with Running(client, again) as rerun:
+            await rerun.finished()
+        for job in again:
+            assert job.cached_tokens == (len(job.prompt) - 1) // 16 * 16
+        await settled(client)
