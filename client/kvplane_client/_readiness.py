@@ -7,6 +7,7 @@ which the contract promises from the first executor on.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 import grpc
 import grpc.aio
@@ -23,6 +24,19 @@ _POLL_SECONDS = 0.1
 _PROBE_SECONDS = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Missing:
+    """What a manager lacks to be ready.
+
+    Attributes:
+        what: "connection", "health" or "model".
+        message: For people.
+    """
+
+    what: str
+    message: str
+
+
 async def wait_until_ready(stubs: Stubs, deadline: Deadline) -> pb.GetModelResponse:
     """Polls until the manager is ready.
 
@@ -34,31 +48,35 @@ async def wait_until_ready(stubs: Stubs, deadline: Deadline) -> pb.GetModelRespo
         The served model.
 
     Raises:
-        UnavailableError: The deadline passed; says what was missing last.
+        UnavailableError: The deadline passed; says what was missing last, and names it in metadata["missing"].
         KvPlaneError: The server answered with an error other than UNAVAILABLE.
     """
-    waiting_for = "a first answer"
+    missing = _Missing("connection", "no answer yet")
     while True:
         remaining = deadline.remaining()
         if remaining == 0:
-            raise UnavailableError(f"{stubs.target} is not ready: {waiting_for}", metadata={"target": stubs.target})
+            raise UnavailableError(
+                f"{stubs.target} is not ready: {missing.message}",
+                metadata={"target": stubs.target, "missing": missing.what},
+            )
         seconds = _PROBE_SECONDS if remaining is None else min(_PROBE_SECONDS, remaining)
         answer = await _probe(stubs, seconds)
         if isinstance(answer, pb.GetModelResponse):
             return answer
-        waiting_for = answer
+        missing = answer
         await asyncio.sleep(_POLL_SECONDS if remaining is None else min(_POLL_SECONDS, remaining))
 
 
-async def _probe(stubs: Stubs, seconds: float) -> pb.GetModelResponse | str:
+async def _probe(stubs: Stubs, seconds: float) -> pb.GetModelResponse | _Missing:
     """Asks once; returns the model, or what is missing."""
     try:
         health = await stubs.health_check(health_pb2.HealthCheckRequest(), timeout=seconds)
         if health.status != health_pb2.HealthCheckResponse.SERVING:
-            return f"health is {health_pb2.HealthCheckResponse.ServingStatus.Name(health.status)}"
+            status = health_pb2.HealthCheckResponse.ServingStatus.Name(health.status)
+            return _Missing("health", f"health is {status}")
         return await stubs.inference.GetModel(pb.GetModelRequest(), timeout=seconds)
     except grpc.aio.AioRpcError as rpc_error:
         error = error_from_rpc(rpc_error)
         if error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-            return error.message
+            return _Missing("model" if error.reason else "connection", error.message)
         raise error from None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 import secrets
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -47,7 +46,9 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
         raise TypeError(
             f"unknown options {sorted(unknown)}; expected some of {sorted(GenerateOptions.__annotations__)}"
         )
-    request = pb.GenerateRequest(request_id=_text("request_id", options.get("request_id")) or f"req-{uuid.uuid4().hex}")
+    request = pb.GenerateRequest(
+        request_id=_text("request_id", options.get("request_id")) or f"req-{secrets.token_hex(8)}"
+    )
     _set_prompt(request, prompt)
     _copy(options, _SAMPLING, request.sampling)
     _copy(options, _STOPPING, request.stopping)

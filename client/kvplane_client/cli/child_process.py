@@ -145,7 +145,11 @@ class ChildProcess:
                 log.write(data)
                 *lines, rest = (rest + decoder.decode(data)).split("\n")
                 for line in lines:
-                    self._take(line)
+                    self._take(_last_overprint(line))
+                if "\r" in rest:
+                    # A progress bar, which ends its line only when it is full.
+                    rest = _last_overprint(rest)
+                    self.latest_event = rest.strip()
         if rest:
             self._take(rest)
 
@@ -153,6 +157,11 @@ class ChildProcess:
         self._lines.append(line)
         self.latest_event = _brief(line) or self.latest_event
         self._on_line(line)
+
+
+def _last_overprint(line: str) -> str:
+    """Returns what a terminal would show of a line that returns to its beginning."""
+    return line.rstrip("\r").rpartition("\r")[2]
 
 
 def _brief(line: str) -> str:

@@ -48,7 +48,9 @@ def requests(
 
 
 def _request_table(infos: Sequence[RequestInfo]) -> Table:
-    table = Table("request", "status", box=None)
+    table = Table(box=None)
+    table.add_column("request", overflow="fold")
+    table.add_column("status")
     for name in ("age", "prompt", "cached", "output", "computed", "preempted"):
         table.add_column(name, justify="right")
     table.add_column("blocks", overflow="fold")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 
@@ -19,15 +19,23 @@ if TYPE_CHECKING:
 
 __all__ = ["err_console", "error_document", "out_console", "print_json", "ranges", "write_text"]
 
+_REDIRECTED_WIDTH = 400
+
 
 def out_console() -> Console:
     """Returns a console on stdout as it is now."""
-    return Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
+    return _console(sys.stdout)
 
 
 def err_console() -> Console:
     """Returns a console on stderr as it is now."""
-    return Console(file=sys.stderr, highlight=False, soft_wrap=not sys.stderr.isatty())
+    return _console(sys.stderr)
+
+
+def _console(stream: TextIO) -> Console:
+    """Fits the terminal; where there is none, lines are as wide as what they say."""
+    redirected = not stream.isatty()
+    return Console(file=stream, highlight=False, soft_wrap=redirected, width=_REDIRECTED_WIDTH if redirected else None)
 
 
 def print_json(document: DataclassInstance | dict[str, Any], *, to_stderr: bool = False) -> None:

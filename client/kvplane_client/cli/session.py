@@ -51,6 +51,8 @@ def reported(as_json: bool, server: str = "") -> Iterator[None]:
         yield
     except UnavailableError as error:
         advice = f"no server at {server}? Start one with `kvplane up`, wait with --wait, or name another with --server"
+        if error.reason:
+            advice = f"the manager at {server} answers but is not ready: --wait SECONDS waits for it"
         _fail(EXIT_UNAVAILABLE, error.message, error_document(error), as_json, advice)
     except KvPlaneError as error:
         _fail(EXIT_ERROR, error.message, error_document(error), as_json, error.reason)

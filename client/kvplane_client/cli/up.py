@@ -206,6 +206,13 @@ async def _supervise(
                 loop.remove_signal_handler(number)
 
 
+_MISSING = {
+    "connection": "the manager does not answer yet",
+    "health": "no executor is ready yet",
+    "model": "no model is known yet",
+}
+
+
 class ServerProbe:
     """Asks the server whether an executor serves that did not serve before.
 
@@ -225,7 +232,7 @@ class ServerProbe:
             model = await self._client.wait_ready(self._seconds)
             executors = await self._client.list_executors()
         except UnavailableError as error:
-            return error.message.rpartition("is not ready: ")[2]
+            return _MISSING.get(error.metadata.get("missing", ""), error.message)
         active = {info.executor_id for info in executors if info.state is ExecutorState.ACTIVE}
         if active <= self._served_before:
             await asyncio.sleep(self._seconds)

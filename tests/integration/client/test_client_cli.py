@@ -169,6 +169,17 @@ def test_unreachable_server_exits_with_3(nobody: Cli, arguments: list[str]) -> N
     assert json.loads(as_json.stderr)["error"]["code"] == "UNAVAILABLE"
 
 
+def test_server_without_executor_exits_with_3_and_says_that_it_is_there(
+    cli: Cli, threaded_manager: ThreadedManager
+) -> None:
+    threaded_manager.scripts.unary["GetModel"] = [fail(grpc.StatusCode.UNAVAILABLE, "none is ready", "NO_EXECUTOR")]
+
+    result = cli("generate", "a")
+
+    assert result.exit_code == 3
+    assert "answers but is not ready: --wait" in result.stderr
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -265,6 +265,25 @@ async def test_child_reports_its_latest_event_in_short_and_long_output_whole(tmp
     assert events[1:] == ["profiled blocks=12", "partial"]
 
 
+async def test_progress_bar_counts_as_one_line_and_shows_where_it_is(tmp_path: Path) -> None:
+    program = """
+import sys, time
+sys.stderr.write("\\rloading 10%"); sys.stderr.flush()
+sys.stderr.write("\\rloading 20%"); sys.stderr.flush()
+while True: time.sleep(0.01)
+"""
+    child = ChildProcess(ChildSpec("executor", [sys.executable, "-c", program], tmp_path / "log"), lambda line: None)
+    await child.start()
+    async with asyncio.timeout(60):
+        while child.latest_event != "loading 20%":  # noqa: ASYNC110 - the event has no other sign
+            await asyncio.sleep(0.005)
+    child.kill()
+    await child.wait()
+
+    assert child.last_lines == ["loading 20%"]
+    assert (tmp_path / "log").read_bytes().decode() == "\rloading 10%\rloading 20%"
+
+
 async def test_program_that_cannot_be_started_is_an_os_error(tmp_path: Path) -> None:
     child = ChildProcess(ChildSpec("manager", ["/no/such/program"], tmp_path / "log"), lambda line: None)
 
