@@ -20,7 +20,7 @@ from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.core.request import NewRequest
 from kvmanager_service.engine_api import Engine, ModelView, OutputSink
 from kvmanager_service.errors import PreconditionError
-from kvmanager_service.output_stream import RequestStream
+from kvmanager_service.request_stream import RequestStream
 from kvmanager_service.text.output_text import OutputText
 from kvmanager_service.text.stop_strings import StopStrings
 from kvmanager_service.text.tokenizer import INLINE_CHARS

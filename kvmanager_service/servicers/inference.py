@@ -17,7 +17,9 @@ from kvplane.kvmanager.v1 import inference_service_pb2_grpc as pb_grpc
 from kvmanager_service.admission import Admission
 from kvmanager_service.engine_api import Engine
 from kvmanager_service.errors import RpcErrors
-from kvmanager_service.output_stream import ManyStream, OutputStream, RequestStream
+from kvmanager_service.output_stream import ManyStream, OutputStream
+from kvmanager_service.pacer import Pacer
+from kvmanager_service.request_stream import RequestStream
 from kvmanager_service.servicers.orders import OrderReader
 
 __all__ = ["InferenceServicer"]
@@ -31,14 +33,16 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     def __init__(self, engine: Engine, admission: Admission) -> None:
         self._engine = engine
         self._admission = admission
+        self._pacer = Pacer()
 
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Serve `Generate`; see the proto."""
         async with RpcErrors(context):
-            output = await self._admission.admit(request, OutputStream)
-            context.add_done_callback(lambda _: self._abort_unfinished(output.stream))  # type: ignore[arg-type]
+            output = await self._admission.admit(request, lambda stream: OutputStream(stream, self._pacer))
+            self._pacer.enter()
+            context.add_done_callback(lambda _: self._end(output.stream))  # type: ignore[arg-type]
             async for response in output:
                 yield response
 
@@ -75,7 +79,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             dtype=model.dtype,
         )
 
-    def _abort_unfinished(self, stream: RequestStream) -> None:
+    def _end(self, stream: RequestStream) -> None:
+        self._pacer.leave()
         if not stream.finished:
             self._engine.abort(stream.request_id)
 

@@ -15,7 +15,7 @@ from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.request import RequestStatus
 from kvmanager_service.engine_api import BlockView, Engine, EngineStats, ManagerState, RequestView
 from kvmanager_service.errors import RpcErrors
-from kvmanager_service.output_stream import FINISH_REASONS
+from kvmanager_service.request_stream import FINISH_REASONS
 from kvmanager_service.servicers.paging import page_size, read_block_token, read_request_token, request_token
 
 __all__ = ["KvManagerServicer"]

@@ -10,6 +10,7 @@ from kvplane.common.v1 import common_pb2
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
 from kvmanager_service.core.request import FinishReason
+from kvmanager_service.pacer import FREE_STREAMS
 from tests.integration.manager.fake_engine import Manager, until
 from tests.unit.manager.manager_builders import byte_level_tokenizer, generate_request, int32s
 
@@ -94,6 +95,18 @@ async def test_generate_connection_lost_is_aborted(manager: Manager) -> None:
     await channel.close()
     await until(lambda: manager.engine.aborted == ["r"])
     assert call.done()
+
+
+async def test_generate_many_calls_rest_between_messages_and_lose_nothing(manager: Manager) -> None:
+    names = [f"r{index}" for index in range(FREE_STREAMS + 8)]
+    calls = [manager.inference.Generate(generate_request(request_id=name)) for name in names]
+    await manager.engine.submitted(*names)
+    for token_id in range(1, 30):
+        for name in names:
+            manager.engine.step(name, token_id, finish=FinishReason.LENGTH if token_id == 29 else None)
+        await asyncio.sleep(0)
+    for call in calls:
+        assert [token_id async for piece in call for token_id in piece.token_ids] == list(range(1, 30))
 
 
 async def test_generate_finished_is_not_aborted(manager: Manager) -> None:

@@ -11,7 +11,9 @@ from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 from kvmanager_service.core.errors import RowFailedError
 from kvmanager_service.core.request import FinishReason, TokenLogprobs
 from kvmanager_service.engine_api import StopMatch
-from kvmanager_service.output_stream import ManyStream, OutputStream, RequestStream
+from kvmanager_service.output_stream import ManyStream, OutputStream
+from kvmanager_service.pacer import FREE_STREAMS, Pacer
+from kvmanager_service.request_stream import RequestStream
 from kvmanager_service.text.output_text import OutputText
 from kvmanager_service.text.stop_strings import StopStrings
 from tests.unit.manager.manager_builders import byte_level_tokenizer, output, text_model
@@ -34,7 +36,7 @@ async def read_all(source: OutputStream) -> list[pb.GenerateResponse]:
 
 
 async def test_output_stream_reader_that_keeps_up_gets_one_message_a_push() -> None:
-    source = OutputStream(stream())
+    source = OutputStream(stream(), Pacer())
     reader = asyncio.create_task(read_all(source))
     for token_id in ids_of("the")[:1]:
         await asyncio.sleep(0)
@@ -50,7 +52,7 @@ async def test_output_stream_reader_that_keeps_up_gets_one_message_a_push() -> N
 
 
 async def test_output_stream_slow_reader_gets_everything_merged() -> None:
-    source = OutputStream(stream())
+    source = OutputStream(stream(), Pacer())
     ids = ids_of("the quick brown fox")
     for token_id in ids:
         source.push(output(token_id))
@@ -62,7 +64,7 @@ async def test_output_stream_slow_reader_gets_everything_merged() -> None:
 
 
 async def test_output_stream_usage_is_in_first_and_last_message_only() -> None:
-    source = OutputStream(stream())
+    source = OutputStream(stream(), Pacer())
     responses = []
     for finish in (None, None, FinishReason.LENGTH):
         source.push(output(10, finish=finish))
@@ -72,14 +74,14 @@ async def test_output_stream_usage_is_in_first_and_last_message_only() -> None:
 
 
 async def test_output_stream_resumed_tokens_count_and_are_not_delivered() -> None:
-    source = OutputStream(stream(resumed=5))
+    source = OutputStream(stream(resumed=5), Pacer())
     source.push(output(10, finish=FinishReason.LENGTH))
     (only,) = await read_all(source)
     assert (list(only.token_ids), only.usage.completion_tokens) == ([10], 6)
 
 
 async def test_output_stream_stop_token_has_no_text_but_is_counted() -> None:
-    source = OutputStream(stream())
+    source = OutputStream(stream(), Pacer())
     ids = ids_of("dog.")
     source.push(output(*ids, finish=FinishReason.STOP, stop_token_id=ids[-1]))
     (only,) = await read_all(source)
@@ -90,7 +92,7 @@ async def test_output_stream_stop_token_has_no_text_but_is_counted() -> None:
 
 @pytest.mark.parametrize(("include", "text"), [(False, "the quick"), (True, "the quick brown")])
 async def test_output_stream_stop_string_ends_the_request(include: bool, text: str) -> None:
-    source = OutputStream(stream(stop=(" brown",), include=include))
+    source = OutputStream(stream(stop=(" brown",), include=include), Pacer())
     ids = ids_of("the quick brown fox")
     position = next(at for at in range(len(ids)) if "brown" in byte_level_tokenizer().decode(ids[: at + 1]))
     assert source.push(output(*ids)) == StopMatch(" brown", position + 1)
@@ -102,7 +104,7 @@ async def test_output_stream_stop_string_ends_the_request(include: bool, text: s
 
 
 async def test_output_stream_stop_string_in_the_last_token_wins_over_length() -> None:
-    source = OutputStream(stream(stop=("dog",)))
+    source = OutputStream(stream(stop=("dog",)), Pacer())
     match = source.push(output(*ids_of("the dog"), finish=FinishReason.LENGTH))
     assert match is not None
     (only,) = await read_all(source)
@@ -110,7 +112,7 @@ async def test_output_stream_stop_string_in_the_last_token_wins_over_length() ->
 
 
 async def test_output_stream_held_text_is_released_at_the_end() -> None:
-    source = OutputStream(stream(stop=("dogma",)))
+    source = OutputStream(stream(stop=("dogma",)), Pacer())
     assert source.push(output(*ids_of("the dog"))) is None
     assert (await anext(source)).text == "the "
     assert source.push(output(finish=FinishReason.ABORT)) is None
@@ -119,7 +121,7 @@ async def test_output_stream_held_text_is_released_at_the_end() -> None:
 
 
 async def test_output_stream_error_comes_after_the_last_piece() -> None:
-    source = OutputStream(stream())
+    source = OutputStream(stream(), Pacer())
     error = RowFailedError("NON_FINITE_LOGITS", "row failed")
     source.push(output(*ids_of("the")))
     source.push(output(finish=FinishReason.ERROR, error=error))
@@ -130,7 +132,7 @@ async def test_output_stream_error_comes_after_the_last_piece() -> None:
 
 
 async def test_output_stream_logprobs_accompany_their_tokens() -> None:
-    source = OutputStream(stream(text=False))
+    source = OutputStream(stream(text=False), Pacer())
     for token_id in (7, 8):
         pushed = output(token_id)
         pushed.logprobs = [TokenLogprobs((token_id, 1, 2), (-0.5, -0.25, -4.0))]
@@ -139,6 +141,61 @@ async def test_output_stream_logprobs_accompany_their_tokens() -> None:
     assert (merged.text, list(merged.token_ids)) == ("", [7, 8])
     assert [entry.logprob for entry in merged.logprobs] == [-0.5, -0.5]
     assert [(top.token_id, top.logprob) for top in merged.logprobs[1].top] == [(1, -0.25), (2, -4.0)]
+
+
+def busy_pacer() -> Pacer:
+    """A pacer with so many streams that a rest outlasts the test."""
+    pacer = Pacer()
+    pacer.rest_s = 3_600.0
+    return pacer
+
+
+async def test_output_stream_resting_stream_merges_until_rested() -> None:
+    source = OutputStream(stream(), busy_pacer())
+    source.push(output(10))
+    assert list((await anext(source)).token_ids) == [10]
+    reader = asyncio.create_task(anext(source))
+    for token_id in (11, 12):
+        source.push(output(token_id))
+        await asyncio.sleep(0)
+    assert not reader.done()
+    source._rested()
+    assert list((await reader).token_ids) == [11, 12]
+
+
+async def test_output_stream_resting_stream_sends_its_end_at_once() -> None:
+    source = OutputStream(stream(), busy_pacer())
+    source.push(output(10))
+    await anext(source)
+    reader = asyncio.create_task(read_all(source))
+    source.push(output(11))
+    await asyncio.sleep(0)
+    assert not reader.done()
+    source.push(output(12, finish=FinishReason.LENGTH))
+    (last,) = await reader
+    assert list(last.token_ids) == [11, 12]
+
+
+async def test_output_stream_resting_stream_fails_at_once() -> None:
+    source = OutputStream(stream(), busy_pacer())
+    source.push(output(10))
+    await anext(source)
+    source.push(output(finish=FinishReason.ERROR, error=RowFailedError("NON_FINITE_LOGITS", "m")))
+    with pytest.raises(RowFailedError):
+        await anext(source)
+
+
+def test_pacer_few_streams_never_rest_and_many_rest_longer() -> None:
+    pacer = Pacer()
+    rests = []
+    for _ in range(3 * FREE_STREAMS):
+        pacer.enter()
+        rests.append(pacer.rest_s)
+    assert rests[:FREE_STREAMS] == [0.0] * FREE_STREAMS
+    assert rests[FREE_STREAMS:] == sorted(set(rests[FREE_STREAMS:]))
+    for _ in range(3 * FREE_STREAMS):
+        pacer.leave()
+    assert pacer.rest_s == 0.0
 
 
 async def test_many_stream_pushes_of_one_step_are_one_message() -> None:
