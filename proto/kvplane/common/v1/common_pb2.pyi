@@ -106,7 +106,8 @@ class Usage(google.protobuf.message.Message):
     """completion_tokens is the number of tokens produced, tokens handed in as resume_token_ids included."""
     cached_tokens: builtins.int
     """cached_tokens is how many prompt tokens were found in the prefix cache when the request was first admitted,
-    so that their K/V was not computed again. At most prompt_tokens - 1. Hits after a preemption do not count.
+    so that their K/V was not computed again. Less than prompt_tokens unless resume_token_ids follow the prompt. Hits
+    after a preemption do not count.
     """
     def __init__(
         self,

@@ -377,7 +377,8 @@ class ExecuteRequest(google.protobuf.message.Message):
     @property
     def query_indptr(self) -> kvplane.common.v1.common_pb2.Int32Array:
         """query_indptr has R + 1 values, from 0 and strictly growing: row r computes tokens query_indptr[r] to
-        query_indptr[r + 1]. At most max_num_seqs rows and max_num_batched_tokens tokens as profiled.
+        query_indptr[r + 1]. At most max_num_seqs rows and max_num_batched_tokens tokens as profiled. A step without rows
+        ([0]) only stores its tags.
         """
 
     @property
@@ -700,7 +701,7 @@ class ExecuteResponse(google.protobuf.message.Message):
     @property
     def computed_upto(self) -> kvplane.common.v1.common_pb2.Int32Array:
         """computed_upto has R values: how many tokens of the row's sequence have K/V in the cache now. A row in row_errors may
-        have fewer than the step asked for.
+        have fewer than the step asked for: its K/V from there on is not to be trusted.
         """
 
     @property

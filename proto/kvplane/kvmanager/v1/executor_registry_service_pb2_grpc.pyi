@@ -30,7 +30,8 @@ class ExecutorRegistryServiceStub:
     Register: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.RegisterRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.RegisterResponse]
     """Register announces an executor or renews its lease. The manager connects back to the address. An executor that
     does not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not
-    host:port, FAILED_PRECONDITION when the executor serves another model than the manager, UNAVAILABLE when draining.
+    host:port, ALREADY_EXISTS for an id that is registered with another address, FAILED_PRECONDITION when the executor
+    serves another model than the manager, UNAVAILABLE for a new one when draining or when there are too many.
     """
     ListExecutors: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsResponse]
     """ListExecutors returns the executors whose lease is valid, in order of registration."""
@@ -43,7 +44,8 @@ class ExecutorRegistryServiceAsyncStub(ExecutorRegistryServiceStub):
     Register: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.RegisterRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.RegisterResponse]  # type: ignore[assignment]
     """Register announces an executor or renews its lease. The manager connects back to the address. An executor that
     does not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not
-    host:port, FAILED_PRECONDITION when the executor serves another model than the manager, UNAVAILABLE when draining.
+    host:port, ALREADY_EXISTS for an id that is registered with another address, FAILED_PRECONDITION when the executor
+    serves another model than the manager, UNAVAILABLE for a new one when draining or when there are too many.
     """
     ListExecutors: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsResponse]  # type: ignore[assignment]
     """ListExecutors returns the executors whose lease is valid, in order of registration."""
@@ -59,7 +61,8 @@ class ExecutorRegistryServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvplane.kvmanager.v1.executor_registry_service_pb2.RegisterResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.executor_registry_service_pb2.RegisterResponse]]:
         """Register announces an executor or renews its lease. The manager connects back to the address. An executor that
         does not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not
-        host:port, FAILED_PRECONDITION when the executor serves another model than the manager, UNAVAILABLE when draining.
+        host:port, ALREADY_EXISTS for an id that is registered with another address, FAILED_PRECONDITION when the executor
+        serves another model than the manager, UNAVAILABLE for a new one when draining or when there are too many.
         """
 
     @abc.abstractmethod

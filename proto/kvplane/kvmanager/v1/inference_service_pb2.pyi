@@ -490,7 +490,10 @@ class GenerateManyResponse(google.protobuf.message.Message):
 
     @property
     def errors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RequestError]:
-        """errors end their requests; nothing more follows for those ids."""
+        """errors end their requests; nothing more follows for those ids. Two are of an order rather than of a request: one
+        with ALREADY_EXISTS whose id is in use leaves the request that uses it alone, and an order that names no request
+        gets an error with an empty request_id.
+        """
 
     def __init__(
         self,
