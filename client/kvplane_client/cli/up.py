@@ -45,6 +45,7 @@ Examples:
 _EXECUTOR = "Executor"
 _MANAGER = "Manager"
 _STOP_SECONDS = 10.0
+_PROBE_PAUSE = 0.3
 _EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -221,7 +222,7 @@ class ServerProbe:
         seconds: How long one question may take.
     """
 
-    def __init__(self, client: AsyncClient, seconds: float = 0.3) -> None:
+    def __init__(self, client: AsyncClient, seconds: float = 1.0) -> None:
         self._client = client
         self._seconds = seconds
         self._served_before: set[str] = set()
@@ -235,7 +236,7 @@ class ServerProbe:
             return _MISSING.get(error.metadata.get("missing", ""), error.message)
         active = {info.executor_id for info in executors if info.state is ExecutorState.ACTIVE}
         if active <= self._served_before:
-            await asyncio.sleep(self._seconds)
+            await asyncio.sleep(_PROBE_PAUSE)
             errors = [info.last_error for info in executors if info.last_error]
             return errors[-1] if errors else "the executor is not in use yet"
         self._served_before |= active
