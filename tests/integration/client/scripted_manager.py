@@ -85,13 +85,12 @@ def break_after(count: int) -> Generate:
 def hang_after(count: int, cancelled: Callable[[], None]) -> Generate:
     """Delivers some messages, then nothing until the client goes away."""
 
-    async def script(request: pb.GenerateRequest, _context: Any) -> AsyncIterator[pb.GenerateResponse]:
+    async def script(request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        # The script has no end of its own, so the call is done only when the client has gone away.
+        context.add_done_callback(lambda _context: cancelled())
         for message in pieces(request)[:count]:
             yield message
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled()
+        await asyncio.Event().wait()
 
     return script
 

@@ -272,13 +272,11 @@ async def test_leaving_the_context_cancels_the_call_and_fails_what_is_unfinished
 ) -> None:
     cancelled, started = asyncio.Event(), asyncio.Event()
 
-    async def script(orders: Orders, _context: Any) -> AsyncIterator[pb.GenerateManyResponse]:
+    async def script(orders: Orders, context: Any) -> AsyncIterator[pb.GenerateManyResponse]:
+        context.add_done_callback(lambda _context: cancelled.set())
         await anext(orders)
         started.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.set()
+        await asyncio.Event().wait()
         yield
 
     manager.scripts.many = [script]
