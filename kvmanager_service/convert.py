@@ -19,7 +19,7 @@ from kvmanager_service.core.request import NewRequest, SamplingParams, StopRules
 from kvmanager_service.engine_api import ModelView
 from kvmanager_service.errors import PreconditionError
 
-__all__ = ["check_request", "to_new_request", "to_sampling", "to_stop_rules", "token_array"]
+__all__ = ["check_request", "check_request_id", "to_new_request", "to_sampling", "to_stop_rules", "token_array"]
 
 MAX_ID_CHARS = 256
 MAX_SALT_CHARS = 256
@@ -39,7 +39,7 @@ def check_request(request: pb.GenerateRequest, model: ModelView) -> SamplingPara
         InvalidRequestError: a field is out of range.
         PreconditionError: stop strings, and the model has no tokenizer.
     """
-    _check_length("request_id", request.request_id, 0, MAX_ID_CHARS)
+    check_request_id(request.request_id)
     _check_length("cache_salt", request.cache_salt, 0, MAX_SALT_CHARS)
     if request.WhichOneof("prompt") is None:
         raise _invalid("prompt", "text, token_ids or chat", "none of them", "set one")
@@ -47,6 +47,11 @@ def check_request(request: pb.GenerateRequest, model: ModelView) -> SamplingPara
         raise _invalid("chat.messages", "at least one message", "none", "add one")
     _check_stopping(request.stopping, model)
     return to_sampling(request.sampling, model)
+
+
+def check_request_id(request_id: str) -> None:
+    """Raise InvalidRequestError unless an id is short enough to be repeated in an error."""
+    _check_length("request_id", request_id, 0, MAX_ID_CHARS)
 
 
 def to_new_request(

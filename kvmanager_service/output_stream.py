@@ -23,6 +23,10 @@ from kvmanager_service.request_stream import RequestStream
 __all__ = ["ManyStream", "OutputStream"]
 
 
+MAX_UNREAD = 10_000
+"""Requests whose output or error a GenerateMany reader may leave unread before no more orders of it are taken."""
+
+
 class OutputStream:
     """The output of one Generate call: an `OutputSink` for the engine, an async iterator for the servicer.
 
@@ -98,6 +102,13 @@ class ManyStream:
         self._failure: Exception | None = None
         self._input_closed = False
         self._ready = asyncio.Event()
+        self._room = asyncio.Event()
+
+    async def wait_for_room(self) -> None:
+        """Wait while too much is unread: without it, who sends orders and never reads would fill our memory."""
+        while len(self._pending) + len(self._errors) >= MAX_UNREAD:
+            self._room.clear()
+            await self._room.wait()
 
     def sink(self, stream: RequestStream) -> _ManySink:
         """Return the sink for a request that is about to be submitted."""
@@ -157,5 +168,6 @@ class ManyStream:
             if stream.error is not None:
                 self.fail(stream.request_id, stream.error)
         errors, self._errors = self._errors, []
+        self._room.set()
         outputs = [stream.take() for stream in pending if stream.has_output]
         return pb.GenerateManyResponse(outputs=outputs, errors=errors)

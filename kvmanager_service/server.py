@@ -36,6 +36,9 @@ _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Two managers on one port would each see half of the requests: fail instead.
     ("grpc.so_reuseport", 0),
+    # Of a burst, gRPC cancels without a reason what goes beyond this many calls that wait to be taken up.
+    ("grpc.server.max_pending_requests", 1_000_000),
+    ("grpc.server.max_pending_requests_hard_limit", 1_000_000),
     # A client whose machine vanished holds blocks until it is found out.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),

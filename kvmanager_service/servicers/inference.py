@@ -15,6 +15,7 @@ from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 from kvplane.kvmanager.v1 import inference_service_pb2_grpc as pb_grpc
 
 from kvmanager_service.admission import Admission
+from kvmanager_service.convert import check_request_id
 from kvmanager_service.engine_api import Engine
 from kvmanager_service.errors import RpcErrors
 from kvmanager_service.output_stream import ManyStream, OutputStream
@@ -61,6 +62,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
         """Serve `Abort`; see the proto."""
         async with RpcErrors(context):
+            check_request_id(request.request_id)
             self._engine.abort(request.request_id)
         return pb.AbortResponse()
 

@@ -39,6 +39,7 @@ class OrderReader:
             async with asyncio.TaskGroup() as slow:
                 async for order in orders:
                     await self._take(order, slow)
+                    await self._many.wait_for_room()
         except Exception as error:  # noqa: BLE001 - handed to the outgoing half, which fails the call with it
             self._many.close_input(error)
         else:
