@@ -51,18 +51,19 @@ KVPLANE_PORT=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.
 export KVPLANE_PORT
 export KVPLANE_SERVER=127.0.0.1:$KVPLANE_PORT
 compose() { $COMPOSE "$@"; } # unquoted: it may be two words
-generate() { kvplane generate --max-tokens 24 --temperature 0 "The three primary colours are"; }
+generate() { kvplane generate --wait 5 --max-tokens 24 --temperature 0 "The three primary colours are"; }
 
 say "build"
 compose version
 compose build
 
-say "up, until the manager and the executor are healthy"
+say "up, until the executor and the manager are healthy"
 started=yes
 compose up --detach --no-build
 deadline=$((SECONDS + ${KVPLANE_START_TIMEOUT_S:-300}))
-for service in kvmanager executor; do
+for service in executor kvmanager; do
   until [[ $(compose ps --format '{{.Health}}' "$service") == healthy ]]; do
+    [[ -n $(compose ps --quiet --status running "$service") ]] || fail "$service has ended"
     ((SECONDS < deadline)) || fail "$service is not healthy in time"
     sleep 2
   done
@@ -95,7 +96,7 @@ echo "$first"
 
 say "restart the executor, generate again"
 compose restart executor
-deadline=$((SECONDS + 180))
+deadline=$((SECONDS + 240))
 until second=$(generate 2>"$work/error"); do
   ((SECONDS < deadline)) || fail "no answer after the executor's restart: $(cat "$work/error")"
   sleep 2
