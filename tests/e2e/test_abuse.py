@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
 import signal
 import socket
@@ -538,3 +539,38 @@ async def test_generate_message_that_is_no_message_is_an_error(abused: Cluster) 
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             await unknown(b"")
         assert failure.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+# --- text, where there is a tokenizer ---------------------------------------------------------------------------------
+
+
+@pytest.mark.model
+async def test_generate_bad_text_gets_a_typed_error(cluster: Cluster) -> None:
+    model = os.environ.get("KVPLANE_TEST_MODEL")
+    if not model:
+        pytest.skip("KVPLANE_TEST_MODEL is not set")
+    cluster.start(
+        {"max_num_batched_tokens": 256, "max_num_seqs": 4, "lease_ms": 120_000},
+        backend="torch", model=model, dtype="float32", max_model_len=512, memory_limit="2GiB", sim_step_ms=0,
+    )  # fmt: skip
+    async with cluster.client(retry=NO_RETRY) as client:
+        alone = await client.generate("Once upon a time", temperature=0.0, max_tokens=40)
+        beside = asyncio.create_task(client.generate("Once upon a time", temperature=0.0, max_tokens=40))
+        async with inference(cluster) as stub:
+            cases = (
+                (pb.GenerateRequest(text=""), INVALID, "EMPTY_PROMPT"),
+                (pb.GenerateRequest(text="lorem ipsum " * (10 * MIB // 12)), INVALID, "PROMPT_TOO_LONG"),
+                (pb.GenerateRequest(text="x" * (10 * MIB)), INVALID, "PROMPT_TOO_LONG"),
+                (
+                    pb.GenerateRequest(text="x", stopping=pb.StoppingParams(stop=["y"] * 17)),
+                    INVALID,
+                    "INVALID_PARAMETER",
+                ),
+                (pb.GenerateRequest(text="x", stopping=pb.StoppingParams(stop=[""])), INVALID, "INVALID_PARAMETER"),
+                (pb.GenerateRequest(chat=pb.ChatPrompt()), INVALID, "INVALID_PARAMETER"),
+            )
+            for bad, code, reason in cases:
+                error = await refusal(stub.Generate(bad))
+                assert (error.code, error.reason) == (code, reason)
+        assert (await beside).token_ids == alone.token_ids
+        await settled(client)

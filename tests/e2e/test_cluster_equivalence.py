@@ -1,0 +1,46 @@
+"""How a request is scheduled must not show in its output: one load, every way to schedule it, the oracle's tokens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from cluster import Cluster, settled
+from load import Running, random_jobs
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("queue_ahead", [True, False])
+@pytest.mark.parametrize("caching", [True, False])
+async def test_load_on_a_small_pool_gives_the_oracles_tokens(
+    cluster: Cluster, policy: str, queue_ahead: bool, caching: bool
+) -> None:
+    # Long outputs on short prompts: many are admitted, then they outgrow the pool together.
+    jobs = random_jobs(random.Random(21), 40, prompt=(1, 80), output=(20, 160))
+    jobs += random_jobs(random.Random(22), 20, prompt=(60, 160), output=(1, 40))
+    manager = {
+        "policy": policy,
+        "queue_ahead": queue_ahead,
+        "enable_prefix_caching": caching,
+        "max_num_batched_tokens": 128,
+        "max_num_seqs": 32,
+        "watermark": 0.0,
+    }
+    cluster.start(manager, sim_step_ms=0, block_size=8, sim_num_blocks=100)
+    async with cluster.client() as client:
+        async with Running(client, jobs) as running:
+            await running.finished()
+        stats = await settled(client)
+
+    assert stats.preemptions > 0
+    assert stats.requests_finished == {"length": len(jobs)}
+    assert stats.tokens_generated == sum(job.max_tokens for job in jobs)
+    if not caching:
+        # The last token of an output is never computed, and what was preempted was computed again.
+        assert stats.tokens_computed > sum(len(job.prompt) + job.max_tokens - 1 for job in jobs)
+    assert stats.steps_failed == stats.reschedules == 0
+    assert stats.prefix_queries == sum(len(job.prompt) for job in jobs)
+    assert (stats.prefix_hits > 0) is caching
+    assert stats.prefix_hits == sum(job.cached_tokens for job in jobs)
+    assert stats.pool is not None
+    assert (stats.pool.cached_blocks > 0) is caching
