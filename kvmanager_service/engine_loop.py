@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import structlog
 from kvplane.executor.v1.executor_service_pb2 import ExecuteResponse, GetModelInfoResponse
@@ -209,6 +210,7 @@ class EngineLoop:
         """Make the books fit the executor's cache."""
         info, kv_cache = ready.info, ready.kv_cache
         self._require_model(executor, info)
+        self._require_length(executor, ready)
         if self._model is None:
             self._model = await _model_view(info)
         if ready.tagged is None:
@@ -277,13 +279,31 @@ class EngineLoop:
     def _require_model(self, executor: RegisteredExecutor, info: GetModelInfoResponse) -> None:
         """Raise ExecutorLostError, and reject the executor, unless it serves the manager's model."""
         if self._model is not None and info.model_fingerprint != self._model.fingerprint:
-            message = (
+            self._reject(
+                executor,
                 f"expected an executor that serves {self._model.name!r} ({self._model.fingerprint}), got other weights:"
-                f" {info.model_name!r} ({info.model_fingerprint}); start it with the same model"
+                f" {info.model_name!r} ({info.model_fingerprint}); start it with the same model",
             )
-            self._registry.reject(executor.executor_id, message)
-            _log.warning("executor_rejected", executor_id=executor.executor_id, address=executor.address)
-            raise ExecutorLostError(message)
+
+    def _require_length(self, executor: RegisteredExecutor, ready: ReadyExecutor) -> None:
+        """As above, unless it can compute every sequence that fits both the model, as admission knows it, and the pool.
+
+        It would fail the steps of longer ones, and with them of all that share those steps.
+        """
+        if self._model is None:
+            return
+        longest = min(self._model.max_model_len, (ready.kv_cache.num_blocks - 1) * ready.kv_cache.block_size)
+        if ready.info.max_model_len < longest:
+            self._reject(
+                executor,
+                f"max_model_len: expected at least {longest}, which requests were admitted for, got"
+                f" {ready.info.max_model_len}; start the executor with as much, or the manager anew",
+            )
+
+    def _reject(self, executor: RegisteredExecutor, message: str) -> NoReturn:
+        self._registry.reject(executor.executor_id, message)
+        _log.warning("executor_rejected", executor_id=executor.executor_id, address=executor.address, reason=message)
+        raise ExecutorLostError(message)
 
     # --- steps ----------------------------------------------------------------------------------------------------
 

@@ -181,6 +181,62 @@ async def test_executor_frozen_until_its_lease_is_over_standby_takes_over_and_th
         await settled(client)
 
 
+async def test_executor_terminated_ends_in_order_and_streams_go_on_with_the_next(cluster: Cluster) -> None:
+    cluster.start()
+    jobs = random_jobs(random.Random(9), 16, output=(60, 200))
+    async with cluster.client() as client, Running(client, jobs) as running:
+        await running.progressed(10)
+        cluster.executors[0].signal(signal.SIGTERM)
+        assert await cluster.executors[0].exit_status() == 0
+        cluster.start_executor(sim_step_ms=5)
+        assert running.unfinished
+        await running.finished()
+        await settled(client)
+
+
+async def test_executor_with_another_pool_and_block_size_streams_go_on_with_it(cluster: Cluster) -> None:
+    cluster.start()
+    jobs = random_jobs(random.Random(10), 24, output=(100, 200))
+    async with cluster.client() as client, Running(client, jobs) as running:
+        await running.progressed(10)
+        cluster.executors[0].kill()
+        cluster.start_executor(sim_step_ms=5, sim_num_blocks=120, block_size=8)
+        assert running.unfinished
+        await running.finished()
+        stats = await settled(client)
+        assert stats.pool is not None
+        assert (stats.pool.num_blocks, stats.pool.block_size) == (119, 8)
+        assert stats.preemptions > 0
+
+
+async def test_executor_of_a_shorter_model_length_is_refused(cluster: Cluster) -> None:
+    cluster.start({"lease_ms": 1_000})
+    cluster.expected_errors.add("registration_refused")
+    jobs = [Job(random_prompt(random.Random(17), 400), 300)]
+    async with cluster.client() as client, Running(client, jobs) as running:
+        await running.progressed(10)
+        cluster.executors[0].kill()
+        short = cluster.start_executor(max_model_len=500)
+        assert "max_model_len" in (await short.logged("registration_refused"))["error"]
+        cluster.start_executor()
+        await running.finished()
+        await settled(client)
+
+
+async def test_executor_frozen_while_it_is_brought_up_is_given_up_with_its_lease(cluster: Cluster) -> None:
+    cluster.start({"lease_ms": 1_000})
+    frozen = cluster.start_executor()
+    jobs = random_jobs(random.Random(18), 8)
+    async with cluster.client() as client, Running(client, jobs) as running:
+        await running.progressed(5)
+        frozen.signal(signal.SIGSTOP)
+        cluster.executors[0].kill()
+        cluster.start_executor()
+        await running.finished()
+    reasons = {event["address"]: event["reason"] for event in cluster.manager.events("executor_lost")}
+    assert "lease ran out" in reasons[executor_address(frozen)]
+
+
 async def test_executor_that_does_not_return_requests_end_unavailable(cluster: Cluster) -> None:
     cluster.start({"executor_timeout_s": 0.5})
     jobs = [Job([index, 1], 2_000) for index in range(8)]
@@ -327,6 +383,47 @@ async def test_manager_killed_and_restarted_streams_resume(cluster: Cluster) -> 
             await running.finished()
         stats = await settled(client)
     assert stats.prefix_hits > 0
+
+
+async def test_manager_killed_and_restarted_a_multiplexed_stream_resumes(cluster: Cluster) -> None:
+    cluster.start({"lease_ms": 1_000})
+    jobs = random_jobs(random.Random(19), 40, output=(100, 200))
+    async with cluster.client() as client, client.many() as many:
+
+        async def run(job: Job) -> None:
+            options = {"temperature": 0.0, "max_tokens": job.max_tokens} | job.options
+            async for chunk in many.submit(job.prompt, **options):
+                job.token_ids += chunk.token_ids
+                job.finish_reason = chunk.finish_reason
+
+        async def have_all_begun() -> bool:
+            return all(len(job.token_ids) > 10 for job in jobs)
+
+        async with asyncio.TaskGroup() as group:
+            for job in jobs:
+                group.create_task(run(job))
+            await eventually(have_all_begun, "output of every request")
+            cluster.manager.kill()
+            await asyncio.to_thread(cluster.start_manager)
+        for job in jobs:
+            job.check()
+        assert (await settled(client)).prefix_hits > 0
+
+
+async def test_manager_paused_for_longer_than_a_lease_goes_on(cluster: Cluster) -> None:
+    cluster.start({"lease_ms": 1_000})
+    jobs = random_jobs(random.Random(20), 16, output=(100, 200))
+    retries: list[Exception] = []
+    async with cluster.client(on_retry=lambda error, _: retries.append(error)) as client:
+        async with Running(client, jobs) as running:
+            await running.progressed(10)
+            cluster.manager.signal(signal.SIGSTOP)
+            await asyncio.sleep(2)
+            cluster.manager.signal(signal.SIGCONT)
+            assert running.unfinished
+            await running.finished()
+        assert not retries
+        await settled(client)
 
 
 async def test_manager_killed_and_restarted_adopts_the_executors_cache(cluster: Cluster) -> None:
