@@ -95,7 +95,9 @@ def sample_windows(size: int, head: int = 1 << 20, windows: int = 64, length: in
 
 def _convert(gguf_file: Path, folder: Path) -> None:
     """Write weights, config and tokenizer of a GGUF to a folder."""
-    if gguf_file.open("rb").read(4) != b"GGUF":
+    with gguf_file.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
         raise BackendError("MODEL_NOT_READABLE", f"expected a GGUF file, got another kind: {gguf_file}", file=gguf_file)
     source = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
     try:

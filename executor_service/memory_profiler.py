@@ -23,8 +23,8 @@ from executor_service.backends.base import NotEnoughMemoryError
 
 # glibc's mallopt parameters, <malloc.h>.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_MMAP_THRESHOLD = 4 * 1024 * 1024
-_TRIM_THRESHOLD = 64 * 1024 * 1024
+_MMAP_THRESHOLD = 1024 * 1024
+_TRIM_THRESHOLD = 8 * 1024 * 1024
 _SELF = Path("/proc/self")
 
 

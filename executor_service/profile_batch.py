@@ -72,6 +72,8 @@ def _row_shapes(num_tokens: int, max_rows: int, max_model_len: int, limits: Atte
         left -= longest_prefill
     decode = max_rows - len(rows)
     full = min(decode, limits.gather_tokens // max_model_len + 1)
+    if left > full + (decode - full) * max_model_len:  # the other rows can not take the tokens that are left
+        full = 0
     rows += [(1, max_model_len)] * full
     left -= full
     # What is left goes to the other rows evenly, one token at least each.

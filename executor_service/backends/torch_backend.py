@@ -37,6 +37,7 @@ from executor_service.memory_profiler import (
 )
 from executor_service.model_loader import LoadedModel, load_model
 from executor_service.model_runner import ModelRunner, probe
+from executor_service.packed_linear import pack_linear_layers, warm_up
 from executor_service.profile_batch import SCRATCH_BLOCKS, reserved_index_bytes, worst_batch
 
 MAX_LOGPROBS = 20
@@ -128,8 +129,10 @@ class TorchBackend(Backend):
         self._limits = AttentionLimits(max(1, _GATHER_BYTES // layout.bytes_per_token_and_layer))
         self._runner = ModelRunner(loaded.model, self._limits)
         self._loaded, self._layout = loaded, layout
+        packed = pack_linear_layers(loaded.model, lambda: probe(loaded.model, loaded.vocab_size))
         release_free_memory(self._device)
         self._weights_bytes = self._held_bytes()
+        _log.info("weights_loaded", dtype=str(loaded.dtype), packed_layers=packed, held_bytes=self._weights_bytes)
         return self._info(loaded, layout)
 
     def profile_memory(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
@@ -222,6 +225,7 @@ class TorchBackend(Backend):
         )
         index_bytes = reserved_index_bytes(max_num_seqs, loaded.max_model_len, self._limits)
         reserved = torch.ones(index_bytes, dtype=torch.uint8, device=self._device)
+        warm_up(loaded.model, max_num_batched_tokens)
         runner.run(batch, scratch)
         del reserved
 

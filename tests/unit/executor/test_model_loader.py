@@ -1,0 +1,233 @@
+"""Loading: sources, refusals, fingerprints, end tokens, tokenizer files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, Gemma3TextConfig, MambaConfig, MistralConfig, PreTrainedConfig, T5Config
+
+from executor_service import gguf_conversion, model_loader
+from executor_service.backends.base import BackendError
+from executor_service.gguf_conversion import content_key, converted_folder, default_cache_dir
+from executor_service.model_files import eos_token_ids, fingerprint, tokenizer_files
+from executor_service.model_loader import check_architecture, load_model, resolve_max_model_len, resolve_source
+from tests.unit.executor.step_builder import VOCAB_SIZE, save_tiny_model, tiny_config
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_tiny_model(tmp_path / "tiny", "llama")
+
+
+def refusal(config: PreTrainedConfig) -> BackendError:
+    with pytest.raises(BackendError) as caught:
+        check_architecture(config)
+    assert caught.value.reason == "MODEL_NOT_SUPPORTED"
+    return caught.value
+
+
+def test_load_model_local_folder_tells_what_the_folder_holds(folder: Path) -> None:
+    loaded = load_model(str(folder), device=CPU)
+    assert (loaded.name, loaded.dtype, loaded.vocab_size) == ("tiny", torch.float32, VOCAB_SIZE)
+    assert (loaded.max_model_len, loaded.eos_token_ids, loaded.tokenizer_files) == (256, (3,), {})
+    assert not loaded.model.training
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+
+
+def test_load_model_other_dtype_and_name_are_taken(folder: Path) -> None:
+    loaded = load_model(str(folder), device=CPU, dtype="bfloat16", max_model_len=99, name="mine")
+    assert (loaded.dtype, loaded.max_model_len, loaded.name) == (torch.bfloat16, 99, "mine")
+
+
+def test_load_model_unknown_dtype_is_refused(folder: Path) -> None:
+    with pytest.raises(BackendError, match="expected dtype auto, float32, bfloat16, float16, got 'int4'"):
+        load_model(str(folder), device=CPU, dtype="int4")
+
+
+def test_resolve_source_nothing_there_says_what_was_expected() -> None:
+    with pytest.raises(BackendError, match=r"expected a folder, a \.gguf file or a hub id") as caught:
+        resolve_source("/no/such/folder/at all", Path("/nowhere"))
+    assert caught.value.reason == "MODEL_NOT_FOUND"
+
+
+def test_resolve_source_hub_out_of_reach_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> str:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(model_loader, "snapshot_download", unreachable)
+    with pytest.raises(BackendError, match=r"no route to host.*give a local folder") as caught:
+        resolve_source("someone/model", Path("/nowhere"))
+    assert caught.value.reason == "MODEL_NOT_REACHABLE"
+
+
+def test_resolve_source_hub_id_takes_the_snapshot(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    asked: list[object] = []
+
+    def snapshot(repo: str, allow_patterns: list[str]) -> str:
+        asked.extend([repo, "*.safetensors" in allow_patterns, "tokenizer.json" in allow_patterns])
+        return str(folder)
+
+    monkeypatch.setattr(model_loader, "snapshot_download", snapshot)
+    assert resolve_source("someone/model", Path("/nowhere")) == (folder, False)
+    assert asked == ["someone/model", True, True]
+
+
+def test_resolve_source_folder_without_weights_lists_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(BackendError, match=r"expected \*\.safetensors or one .gguf file .*pytorch_model.bin"):
+        resolve_source(str(tmp_path), tmp_path)
+
+
+def test_resolve_source_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    other, named = tmp_path / "weights.bin", tmp_path / "weights.gguf"
+    other.write_bytes(b"GGUF")
+    named.write_bytes(b"PK\x03\x04")
+    with pytest.raises(BackendError, match=r"expected a \.gguf file or a folder"):
+        resolve_source(str(other), tmp_path / "cache")
+    with pytest.raises(BackendError, match="expected a GGUF file, got another kind"):
+        resolve_source(str(named), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []  # nothing half-made is left
+
+
+def test_check_architecture_sliding_window_is_refused_by_name() -> None:
+    assert "full_attention, sliding_attention" in str(refusal(Gemma3TextConfig(num_hidden_layers=6)))
+    window = refusal(MistralConfig(sliding_window=128))
+    assert "sliding_attention" in str(window)
+
+
+def test_check_architecture_encoder_decoder_is_refused() -> None:
+    assert "decoder-only" in str(refusal(T5Config()))
+
+
+def test_check_architecture_attention_softcap_is_refused() -> None:
+    config = tiny_config("llama")
+    config.attn_logit_softcapping = 50.0
+    assert "attn_logit_softcapping=50.0" in str(refusal(config))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_check_architecture_full_attention_passes(kind: str) -> None:
+    check_architecture(tiny_config(kind))
+
+
+def test_load_model_mamba_is_refused(tmp_path: Path) -> None:
+    config = MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4)
+    config.save_pretrained(tmp_path)
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(BackendError) as caught:
+        load_model(str(tmp_path), device=CPU)
+    assert caught.value.reason in ("MODEL_NOT_SUPPORTED", "NO_MAX_MODEL_LEN", "MODEL_NOT_READABLE")
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, 256), (1, 1), (256, 256)])
+def test_resolve_max_model_len_within_the_model_is_taken(asked: int | None, expected: int) -> None:
+    assert resolve_max_model_len(tiny_config("llama"), asked) == expected
+
+
+@pytest.mark.parametrize("asked", [0, -1, 257])
+def test_resolve_max_model_len_beyond_the_model_is_refused(asked: int) -> None:
+    with pytest.raises(BackendError, match="expected --max-model-len from 1 to 256"):
+        resolve_max_model_len(tiny_config("llama"), asked)
+
+
+def test_resolve_max_model_len_longrope_ends_where_factors_change() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "long_factor": [1.0] * 8,
+        "short_factor": [1.0] * 8,
+        "original_max_position_embeddings": 128,
+    }
+    assert resolve_max_model_len(tiny_config("llama", rope_parameters=rope), None) == 128
+
+
+def test_fingerprint_same_model_elsewhere_is_equal(folder: Path, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(folder)
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    changed = json.loads((copy / "config.json").read_text()) | {"transformers_version": "9", "use_cache": False}
+    (copy / "config.json").write_text(json.dumps(changed))
+    assert fingerprint(copy, AutoConfig.from_pretrained(copy)) == fingerprint(folder, config)
+
+
+def test_fingerprint_other_weights_architecture_or_vocabulary_differs(folder: Path, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(folder)
+    other = shutil.copytree(folder, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    save_file({name: tensor + 1e-3 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    prints = [fingerprint(folder, config), fingerprint(other, config)]
+    changes: list[dict[str, object]] = [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
+        {"rms_norm_eps": 0.1},
+        {"vocab_size": VOCAB_SIZE + 1},
+    ]
+    prints += [fingerprint(folder, tiny_config("llama", **change)) for change in changes]
+    assert len(set(prints)) == 5
+
+
+@pytest.mark.parametrize(
+    ("generation", "config_eos", "expected"),
+    [([7, 9], 3, (7, 9, 3)), (3, 3, (3,)), (None, None, ()), (8, None, (8,)), (None, [1, 2], (1, 2))],
+)
+def test_eos_token_ids_are_of_both_files_without_repeats(
+    tmp_path: Path, generation: object, config_eos: object, expected: tuple[int, ...]
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert eos_token_ids(tmp_path, tiny_config("llama", eos_token_id=config_eos)) == expected
+
+
+def test_tokenizer_files_template_inside_the_config_becomes_a_file(tmp_path: Path) -> None:
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    templates = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    files = tokenizer_files(tmp_path)
+    assert sorted(files) == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
+    assert files["chat_template.jinja"] == b"D"
+    (tmp_path / "chat_template.jinja").write_text("own file")
+    assert tokenizer_files(tmp_path)["chat_template.jinja"] == b"own file"
+
+
+def test_converted_folder_is_made_once_and_a_slower_process_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF" + bytes(100))
+    cache = tmp_path / "cache"
+    calls: list[Path] = []
+
+    def convert(source: Path, folder: Path) -> None:
+        calls.append(folder)
+        (folder / "by").write_text(str(len(calls)))
+        if len(calls) == 1:  # another process finishes while this one is at work
+            assert converted_folder(source, cache) == cache / content_key(source)
+
+    monkeypatch.setattr(gguf_conversion, "_convert", convert)
+    target = converted_folder(file, cache)
+    assert converted_folder(file, cache) == target
+    assert len(calls) == 2
+    assert (target / "by").read_text() == "2"
+    assert list(cache.iterdir()) == [target]
+
+
+def test_content_key_changes_with_the_content(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(bytes(5000))
+    first = content_key(file)
+    file.write_bytes(bytes(4999) + b"x")
+    assert content_key(file) != first
+    assert first.startswith("m-")
+
+
+def test_default_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPLANE_CACHE", "/some/where")
+    assert default_cache_dir() == Path("/some/where")
+    monkeypatch.delenv("KVPLANE_CACHE")
+    assert default_cache_dir() == Path.home() / ".cache" / "kvplane" / "converted"

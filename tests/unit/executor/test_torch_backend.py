@@ -1,0 +1,262 @@
+"""The backend as the shell drives it: load, profile, cache, steps, refusals; and once with a real model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from structlog.testing import capture_logs
+from tokenizers import Tokenizer
+
+from executor_service.backends.base import BackendError, NotEnoughMemoryError
+from executor_service.backends.torch_backend import TorchBackend, TorchBackendConfig
+from executor_service.devices import resolve_device
+from executor_service.kernels.attention_plan import AttentionLimits
+from executor_service.memory_profiler import resident_bytes
+from executor_service.profile_batch import SCRATCH_BLOCKS, worst_batch
+from tests.unit.executor.step_builder import (
+    Row,
+    build_step,
+    prompt_of,
+    reference_tokens,
+    sampling,
+    save_tiny_model,
+)
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny-llama", "llama")
+
+
+def backend(folder: Path, **changes: object) -> TorchBackend:
+    values: dict[str, object] = {"model": str(folder), "device": "cpu", "memory_limit": 8 * GIB} | changes
+    return TorchBackend(TorchBackendConfig(**values))  # type: ignore[arg-type]
+
+
+def test_load_model_info_tells_geometry_and_identity(folder: Path) -> None:
+    info = backend(folder, block_size=8, model_name="shown").load()
+    assert (info.model_name, info.device, info.dtype, info.kv_cache_dtype) == ("shown", "cpu", "float32", "float32")
+    assert (info.block_size, info.max_model_len, info.eos_token_ids, info.max_logprobs) == (8, 256, (3,), 20)
+    (group,) = info.kv_groups
+    assert (group.num_layers, group.num_kv_heads, group.head_dim) == (3, 2, 16)
+    assert group.bytes_per_block == 2 * 3 * 2 * 16 * 8 * 4
+
+
+def test_profile_memory_every_term_is_measured_and_logged_once(folder: Path) -> None:
+    made = backend(folder)
+    made.load()
+    with capture_logs() as logs:
+        profile = made.profile_memory(128, 16)
+    assert profile.total_bytes == 8 * GIB
+    assert 0 < profile.weights_bytes <= profile.peak_bytes
+    assert profile.available_bytes == int(8 * GIB * 0.9) - profile.peak_bytes
+    assert profile.num_blocks == profile.available_bytes // profile.bytes_per_block
+    assert not profile.overridden
+    (line,) = [entry for entry in logs if entry["event"] == "memory_profile"]
+    for term in ("total_bytes", "utilization", "weights_bytes", "peak_bytes", "available_bytes", "num_blocks"):
+        assert line[term] == getattr(profile, term)
+
+
+def test_profile_memory_override_wins_and_is_logged(folder: Path) -> None:
+    made = backend(folder, num_blocks_override=7, memory_limit=1 << 20)
+    made.load()
+    with capture_logs() as logs:
+        profile = made.profile_memory(32, 4)
+    assert (profile.num_blocks, profile.overridden) == (7, True)
+    (line,) = [entry for entry in logs if entry["event"] == "memory_profile"]
+    assert (line["num_blocks"], line["measured_num_blocks"], line["overridden"]) == (7, 0, True)
+
+
+def test_profile_memory_too_little_memory_is_refused_with_numbers(folder: Path) -> None:
+    made = backend(folder, memory_limit=100 << 20)
+    made.load()
+    with pytest.raises(NotEnoughMemoryError, match=r"max_model_len=256 tokens needs 17 KV blocks") as caught:
+        made.profile_memory(32, 4)
+    assert caught.value.metadata["total_bytes"] == str(100 << 20)
+
+
+def test_execute_prefill_and_decode_equal_generate(folder: Path) -> None:
+    made = backend(folder)
+    made.load()
+    made.initialize_kv_cache(20)
+    prompt = prompt_of(50, 1)
+    table = [9, 3, 17, 5, 11]
+    tokens = made.execute(build_step([Row(prompt, 0, table)], 16)).sampled_token_ids.tolist()
+    for step in range(20):
+        row = Row(tokens[-1:], 50 + step, table)
+        tokens += made.execute(build_step([row], 16, step_id=step + 2)).sampled_token_ids.tolist()
+    assert tokens == reference_tokens(folder, prompt, 21)
+
+
+def test_execute_same_seed_gives_same_tokens_in_any_company(folder: Path) -> None:
+    made = backend(folder)
+    made.load()
+    made.initialize_kv_cache(20)
+    warm = sampling(temperature=1.0, top_p=0.95)
+    lonely = Row(prompt_of(20, 2), 0, [4, 5], params=warm, seed=77)
+    crowd = [Row(prompt_of(9, 3), 0, [7], params=sampling()), Row(lonely.tokens, 0, [8, 9], params=warm, seed=77)]
+    alone = made.execute(build_step([lonely], 16)).sampled_token_ids
+    assert made.execute(build_step(crowd, 16)).sampled_token_ids[1] == alone[0]
+
+
+def test_initialize_kv_cache_same_size_reuses_and_clears(folder: Path) -> None:
+    made = backend(folder)
+    made.load()
+    made.initialize_kv_cache(9)
+    cache = made._cache
+    assert cache is not None
+    made.execute(build_step([Row(prompt_of(20, 2), 0, [4, 5])], 16))
+    assert cache.layers[0].any()
+    made.initialize_kv_cache(9)
+    assert made._cache is cache
+    assert not cache.layers[0].any()
+    made.initialize_kv_cache(11)
+    assert made._cache is not cache
+
+
+def test_execute_out_of_order_calls_are_refused(folder: Path) -> None:
+    made = backend(folder)
+    step = build_step([Row([5], 0, [1])], 16)
+    with pytest.raises(BackendError, match=r"expected load\(\) first"):
+        made.execute(step)
+    made.load()
+    with pytest.raises(BackendError, match="expected initialize_kv_cache before execute"):
+        made.execute(step)
+    made.initialize_kv_cache(3)
+    made.execute(step)
+    made.close()
+    with pytest.raises(BackendError, match=r"expected load\(\) first"):
+        made.execute(step)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"block_size": 0},
+        {"gpu_memory_utilization": 0.0},
+        {"gpu_memory_utilization": 1.1},
+        {"memory_limit": 0},
+        {"num_blocks_override": 1},
+        {"num_threads": 0},
+    ],
+)
+def test_config_value_out_of_range_is_refused(change: dict[str, float]) -> None:
+    with pytest.raises(BackendError, match=f"expected {next(iter(change))} "):
+        TorchBackendConfig(model="m", **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["gpu", "cpu:0", "cuda:x", "cuda:99", ""])
+def test_resolve_device_that_is_not_there_is_refused(name: str) -> None:
+    with pytest.raises(BackendError) as caught:
+        resolve_device(name)
+    assert caught.value.reason == "BAD_DEVICE"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seqs", "length"),
+    [(2048, 256, 8192), (64, 64, 8192), (1, 1, 16), (100, 3, 32), (2048, 2, 100), (7, 9, 8)],
+)
+def test_worst_batch_reaches_every_limit_and_passes_none(tokens: int, seqs: int, length: int) -> None:
+    limits = AttentionLimits(gather_tokens=20_000)
+    batch = worst_batch(
+        max_num_batched_tokens=tokens,
+        max_num_seqs=seqs,
+        max_model_len=length,
+        vocab_size=50,
+        block_size=16,
+        max_logprobs=5,
+        limits=limits,
+    )
+    query_lens = np.diff(batch.query_indptr)
+    assert batch.num_rows == min(seqs, tokens)
+    assert len(batch.token_ids) == min(tokens, seqs * length)
+    assert query_lens.min() >= 1
+    assert batch.seq_lens.max() == length
+    assert np.all(batch.seq_lens >= query_lens)
+    assert batch.tables[0].block_ids.max() < SCRATCH_BLOCKS
+    assert batch.tables[0].block_ids.min() >= 1
+    assert batch.slot_mappings[0].max() < SCRATCH_BLOCKS * 16
+    assert np.all(np.diff(batch.tables[0].block_indptr) == -(-batch.seq_lens // 16))
+
+
+_UNDER_LIMIT = """
+import sys
+import numpy as np
+from executor_service.backends.torch_backend import TorchBackend, TorchBackendConfig
+from executor_service.memory_profiler import high_water_mark, resident_bytes
+from tests.unit.executor.step_builder import Row, build_step, sampling
+
+limit = int(sys.argv[2])
+made = TorchBackend(TorchBackendConfig(model=sys.argv[1], device="cpu", memory_limit=limit, gpu_memory_utilization=1.0))
+info = made.load()
+profile = made.profile_memory(256, 32)
+made.initialize_kv_cache(profile.num_blocks)
+rng = np.random.default_rng(0)
+hot = sampling(temperature=1.0, top_p=0.9999, repetition_penalty=1.1, num_logprobs=20)
+for step in range(60):
+    rows, left = [], 256
+    for row in range(int(rng.integers(1, 33))):
+        start = int(rng.integers(0, info.max_model_len - 64))
+        count = int(min(rng.choice([1, 1, 1, 17, 64]), left))
+        if not count:
+            break
+        left -= count
+        table = rng.integers(1, profile.num_blocks, -(-(start + count) // 16)).tolist()
+        rows.append(Row([5] * count, start, table, params=hot, seed=step))
+    made.execute(build_step(rows, 16, step_id=step + 1))
+print(high_water_mark(), profile.num_blocks * profile.bytes_per_block)
+"""
+
+
+def test_memory_limit_holds_over_many_ragged_steps(tmp_path: Path) -> None:
+    # Logits of 32 rows and K/V of whole contexts are large against this model, as they are in life.
+    folder = save_tiny_model(tmp_path, "llama", vocab_size=40_000, max_position_embeddings=4096)
+    limit = resident_bytes() // 2 + GIB
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", _UNDER_LIMIT, str(folder), str(limit)],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=env,
+    )
+    peak, cache = (int(number) for number in done.stdout.split()[-2:])
+    assert cache > 100 << 20
+    assert peak <= limit
+
+
+@pytest.mark.model
+def test_smollm2_from_gguf_equals_generate_and_has_its_tokenizer(tmp_path: Path) -> None:
+    source = os.environ.get("KVPLANE_TEST_MODEL")
+    if not source:
+        pytest.skip("KVPLANE_TEST_MODEL names no model")
+    made = TorchBackend(TorchBackendConfig(model=source, device="cpu", dtype="float32", max_model_len=512))
+    info = made.load()
+    tokenizer = Tokenizer.from_str(info.tokenizer_files["tokenizer.json"].decode())
+    assert tokenizer.get_vocab_size() <= info.vocab_size
+    assert all(tokenizer.id_to_token(token) is not None for token in info.eos_token_ids)
+    prompt = tokenizer.encode("The capital of France is").ids
+    made.initialize_kv_cache(8)
+    table = [5, 2, 7]
+    tokens = made.execute(build_step([Row(prompt, 0, table)], 16)).sampled_token_ids.tolist()
+    for step in range(15):
+        row = Row(tokens[-1:], len(prompt) + step, table)
+        tokens += made.execute(build_step([row], 16, step_id=step + 2)).sampled_token_ids.tolist()
+    assert "Paris" in tokenizer.decode(tokens)
+    if source.endswith(".gguf"):
+        from executor_service.gguf_conversion import converted_folder, default_cache_dir
+
+        folder = converted_folder(Path(source), default_cache_dir())
+        assert tokens == reference_tokens(folder, prompt, 16)
+        assert tokenizer.encode("a  12").tokens == ["a", "ĠĠ", "1", "2"]
+        assert b"<|im_start|>" in info.tokenizer_files["chat_template.jinja"]
+        assert [tokenizer.id_to_token(token) for token in info.eos_token_ids] == ["<|im_end|>"]
+    assert torch.get_num_threads() >= 1
