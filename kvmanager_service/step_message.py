@@ -73,7 +73,7 @@ def build_execute_request(step: Step, kv_epoch: int, block_size: int) -> pb.Exec
         message.sampling.CopyFrom(_build_sampling([row for row in step.rows if row.sample_index >= 0], step.rows))
     if step.tags:
         message.block_tags.block_ids.data = array("i", [block_id for block_id, _ in step.tags]).tobytes()
-        message.block_tags.tags.extend(encode_tag(content) for _, content in step.tags)
+        message.block_tags.tags.extend(b"" if content is None else encode_tag(content) for _, content in step.tags)
     return message
 
 
@@ -131,7 +131,7 @@ def read_execute_response(message: pb.ExecuteResponse) -> StepResult:
     """Read a result. Whether it fits the step is for `Scheduler.update` to say.
 
     Raises:
-        BadResultError: a column is not a whole number of values, or the logprobs' offsets do not fit.
+        BadResultError: a column is not a whole number of values, or the logprobs' offsets do not fit the samples.
     """
     try:
         return _read_execute_response(message)
@@ -140,11 +140,12 @@ def read_execute_response(message: pb.ExecuteResponse) -> StepResult:
 
 
 def _read_execute_response(message: pb.ExecuteResponse) -> StepResult:
+    sampled = _read_int32(message.sampled_token_ids)
     return StepResult(
         step_id=message.step_id,
-        sampled=_read_int32(message.sampled_token_ids),
+        sampled=sampled,
         computed_upto=_read_int32(message.computed_upto),
-        logprobs=_read_logprobs(message.logprobs) if message.HasField("logprobs") else {},
+        logprobs=_read_logprobs(message.logprobs, len(sampled)) if message.HasField("logprobs") else {},
         errors={
             error.row: RowFailedError(
                 error.reason or "ROW_FAILED", error.message or "the executor gave no reason", row=error.row
@@ -154,13 +155,17 @@ def _read_execute_response(message: pb.ExecuteResponse) -> StepResult:
     )
 
 
-def _read_logprobs(message: pb.LogprobsBatch) -> dict[int, TokenLogprobs]:
+def _read_logprobs(message: pb.LogprobsBatch, num_samples: int) -> dict[int, TokenLogprobs]:
     indptr = _read_int32(message.indptr)
     token_ids = _read_int32(message.token_ids)
     logprobs = array("f")
     logprobs.frombytes(message.logprobs.data)
-    if list(indptr) != sorted(indptr) or (indptr and indptr[-1] != len(token_ids)) or len(token_ids) != len(logprobs):
-        raise ValueError(f"expected logprobs offsets that end at {len(token_ids)}, got {list(indptr)[-3:]}")
+    if len(indptr) != num_samples + 1 or indptr[0] != 0 or list(indptr) != sorted(indptr):
+        raise ValueError(f"expected {num_samples + 1} logprobs offsets that grow from 0, got {list(indptr[:3])}, ...")
+    if not indptr[-1] == len(token_ids) == len(logprobs):
+        raise ValueError(
+            f"expected {indptr[-1]} logprobs and their token ids, got {len(logprobs)} and {len(token_ids)}"
+        )
     return {
         index: TokenLogprobs(tuple(token_ids[start:stop]), tuple(logprobs[start:stop]))
         for index, (start, stop) in enumerate(pairwise(indptr))

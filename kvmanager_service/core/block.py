@@ -30,6 +30,11 @@ class BlockContent:
         self.extra_keys = extra_keys
         self.blocks: list[KVCacheBlock] = []
 
+    @property
+    def is_orphan(self) -> bool:
+        """Whether no block holds its parent's content any more: then nothing can reach it, now or later."""
+        return self.parent is not None and not self.parent.blocks
+
     def is_same(self, parent: BlockContent | None, token_bytes: bytes, extra_keys: bytes) -> bool:
         """Whether this content is exactly these tokens and keys after exactly that parent."""
         return self.parent is parent and self.token_bytes == token_bytes and self.extra_keys == extra_keys

@@ -134,8 +134,8 @@ class BlockPool:
         assert block.content is None
         assert block.ref_cnt > 0
         content = self.cached_block_hash_to_block.get(block_hash)
-        if content is not None and content.parent is not None and not content.parent.blocks:
-            self.uncache(list(content.blocks))  # its parent is gone, so nothing can reach it any more
+        if content is not None and content.is_orphan:
+            self._forget((content,))
             content = None
         if content is None:
             content = BlockContent(block_hash, parent, token_bytes, extra_keys)
@@ -173,12 +173,27 @@ class BlockPool:
             if block_owner == owner and block.content is content
         ]
 
-    def uncache(self, blocks: Iterable[KVCacheBlock]) -> set[KVCacheBlock]:
-        """Take the content off blocks, so that they can not be hit. Returns those that had one."""
-        uncached = {block for block in blocks if block.content is not None}
-        for block in uncached:
+    def distrust(self, blocks: Iterable[KVCacheBlock]) -> set[KVCacheBlock]:
+        """Forget what blocks hold, wherever else it is held, and what outstanding steps compute from it.
+
+        What was computed from it earlier can not be hit any more either: it has no parent.
+
+        Returns:
+            All blocks that lost their content.
+        """
+        distrusted = self._forget({block.content for block in blocks if block.content is not None})
+        for entries in self._provisional.values():
+            for block, content, _ in entries:  # parents come before their children
+                if block.content is content and content.is_orphan:
+                    distrusted |= self._forget((content,))
+        return distrusted
+
+    def _forget(self, contents: Iterable[BlockContent]) -> set[KVCacheBlock]:
+        """Un-hash every block that holds one of these. Returns them."""
+        blocks = {block for content in contents for block in content.blocks}
+        for block in blocks:
             self._uncache(block)
-        return uncached
+        return blocks
 
     def forget_provisional(self) -> int:
         """Steps were lost: un-hash every provisional block. Returns how many."""
@@ -191,12 +206,11 @@ class BlockPool:
         self._provisional.clear()
         return forgotten
 
-    def reset_prefix_cache(self) -> int:
-        """Forget every hash. The caller sees to it that no table relies on one. Returns how many blocks lost theirs."""
-        forgotten = self.num_cached_blocks
-        for block in self.blocks:
-            if block.content is not None:
-                self._uncache(block)
+    def reset_prefix_cache(self) -> list[KVCacheBlock]:
+        """Forget every hash. The caller sees to it that no table relies on one. Returns the blocks that lost theirs."""
+        forgotten = [block for block in self.blocks if block.content is not None]
+        for block in forgotten:
+            self._uncache(block)
         self._provisional.clear()
         return forgotten
 

@@ -164,14 +164,14 @@ class KVCacheManager:
             with_table: un-hash all blocks of the request's table too; it still is the failed row's table.
 
         Returns:
-            The blocks that lost their content.
+            All blocks that lost their content; whoever else holds one must be scheduled anew.
         """
         blocks = self.pool.provisional_blocks_of(request.arrival_seq, step_id)
         if with_table:
             blocks += request.blocks
             request.contents = []
             request.is_cacheable = False
-        return self.pool.uncache(blocks)
+        return self.pool.distrust(blocks)
 
     def frees_a_block(self, request: Request) -> bool:
         """Whether `free` would put at least one block back into the free queue."""

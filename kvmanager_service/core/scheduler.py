@@ -59,7 +59,8 @@ class SchedulerConfig:
         max_waiting: most requests waiting for their first admission; preempted ones may exceed it.
         long_prefill_token_threshold: most tokens of one request in a step; 0 is no limit.
         watermark: share of the pool that an admission must leave free while others run, in [0, 1).
-        max_outstanding: most steps without a result: 2 keeps one queued ahead, 1 does not.
+        max_outstanding: most steps without a result: 2 keeps one queued ahead, 1 does not. Not more: a row can be fed
+            by the step right before it only.
     """
 
     policy: str = "fcfs"
@@ -73,9 +74,11 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"expected policy to be one of {', '.join(POLICIES)}, got {self.policy!r}")
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting", "max_outstanding"):
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
+        if self.max_outstanding not in (1, 2):
+            raise ValueError(f"expected max_outstanding of 1 or 2, got {self.max_outstanding}")
         if self.long_prefill_token_threshold < 0:
             raise ValueError(
                 f"expected long_prefill_token_threshold of at least 0, got {self.long_prefill_token_threshold}"
@@ -108,7 +111,7 @@ class Scheduler:
         self.finished: deque[Request] = deque(maxlen=KEPT_FINISHED)
         self._num_requeued = 0
         self._outputs: list[RequestOutput] = []
-        self._tags: list[tuple[int, BlockContent]] = []
+        self._tags: list[tuple[int, BlockContent | None]] = []
         self._next_step_id = 1
         self._next_arrival_seq = 0
 
@@ -191,7 +194,8 @@ class Scheduler:
         budget, preempted = self._schedule_running(rows, self.config.max_num_batched_tokens)
         for row in rows.values():
             self._claim(row, step_id)
-        if not preempted:
+        # Whoever was preempted would be the first to come back. If nothing else will bring about another call, it may.
+        if not preempted or not (rows or self.outstanding):
             self._admit_waiting(rows, budget, step_id)
         if not rows:
             return None
@@ -209,11 +213,11 @@ class Scheduler:
             if num_tokens == 0:
                 continue
             while not self.kv.allocate_slots(request, request.num_computed_tokens + num_tokens):
-                preempted = True
                 victim = self._choose_victim(request)
                 if victim is None:
-                    self._yield_or_fail(request)
+                    self._wait_or_fail(request)
                     break
+                preempted = True
                 returned = rows.pop(victim.request_id, None)
                 if returned is not None:
                     budget += returned.num_tokens
@@ -221,7 +225,7 @@ class Scheduler:
                 self.stats.preemptions += 1
                 if victim is request:
                     break
-            if request.status is RequestStatus.RUNNING:
+            else:
                 rows[request.request_id] = self._row(request, num_tokens)
                 budget -= num_tokens
         return budget, preempted
@@ -229,7 +233,7 @@ class Scheduler:
     def _admit_waiting(self, rows: dict[str, ScheduledRow], budget: int, step_id: int) -> None:
         while budget > 0 and len(self.waiting) and len(self.running) < self.config.max_num_seqs:
             request = self.waiting.peek()
-            if self.kv.num_blocks_for(request.num_tokens) > self.kv.pool.num_usable_blocks:
+            if self._has_outgrown(request):
                 self._fail_outgrown(request)
                 continue
             hits = self.kv.get_computed_blocks(request)
@@ -294,7 +298,7 @@ class Scheduler:
         self.outstanding.append(step)
         return step
 
-    def _take_tags(self) -> list[tuple[int, BlockContent]]:
+    def _take_tags(self) -> list[tuple[int, BlockContent | None]]:
         blocks = self.kv.pool.blocks
         tags = [(block_id, content) for block_id, content in self._tags if blocks[block_id].content is content]
         self._tags = []
@@ -315,9 +319,15 @@ class Scheduler:
                 return victim
         return None
 
-    def _yield_or_fail(self, request: Request) -> None:
+    def _wait_or_fail(self, request: Request) -> None:
+        """The only running request needs more than the whole pool. If a token of it is on its way, that may end it."""
         assert len(self.running) == 1
-        self._fail_outgrown(request)
+        if not request.num_pending_tokens:
+            self._fail_outgrown(request)
+
+    def _has_outgrown(self, request: Request) -> bool:
+        """Whether not even the known sequence fits the pool. One that just fits can still produce its last token."""
+        return self.kv.num_blocks_for(request.num_tokens) > self.kv.pool.num_usable_blocks
 
     def _fail_outgrown(self, request: Request) -> None:
         pool_tokens = self.kv.pool.num_usable_blocks * self.kv.block_size
@@ -393,21 +403,34 @@ class Scheduler:
                 f"expected {step.num_samples} samples and {len(step.rows)} rows for step {step.step_id}, got "
                 f"{len(result.sampled)} and {len(result.computed_upto)}"
             )
+        for index in result.errors:
+            if not 0 <= index < len(step.rows):
+                raise BadResultError(f"expected row errors of {len(step.rows)} rows, got one of row {index}")
+        has_missing = min(result.sampled, default=0) < 0
         for index, row in enumerate(step.rows):
             if result.computed_upto[index] != row.stop and index not in result.errors:
                 raise BadResultError(
                     f"expected row {index} of step {step.step_id} to be computed up to {row.stop}, got "
                     f"{result.computed_upto[index]} and no row error"
                 )
+            if has_missing and row.sample_index >= 0 > result.sampled[row.sample_index] and index not in result.errors:
+                raise BadResultError(
+                    f"expected row {index} of step {step.step_id} to sample a token, got "
+                    f"{result.sampled[row.sample_index]} and no row error"
+                )
         return step
 
     def _distrust(self, row: ScheduledRow, step_id: int) -> None:
-        """A row failed: un-hash what it filled or read, and schedule anew whoever shares it."""
+        """A row failed: un-hash what it filled or read, and schedule anew whoever relies on it.
+
+        That may be the request itself, when it was preempted and admitted again since.
+        """
         request = row.request
         is_current = request.status is RequestStatus.RUNNING and request.incarnation == row.incarnation
         distrusted = self.kv.distrust(request, step_id, with_table=is_current)
+        self._tags += [(block.block_id, None) for block in distrusted]
         for other in reversed(list(self.running.values())):
-            if other is not request and not distrusted.isdisjoint(other.blocks):
+            if not (is_current and other is request) and not distrusted.isdisjoint(other.blocks):
                 self._preempt(other)
                 self.stats.reschedules += 1
 
@@ -461,9 +484,7 @@ class Scheduler:
         self._tags = []
         for request in list(self.requests.values()):
             request.block_hashes = []
-            try:
-                self._check_can_ever_fit(request)
-            except InvalidRequestError:
+            if self._has_outgrown(request):
                 self._fail_outgrown(request)
 
     def _requeue_running(self) -> None:
@@ -479,8 +500,9 @@ class Scheduler:
                 f"expected no running request, got {len(self.running)}; wait for them to finish or abort them",
                 requests_running=len(self.running),
             )
-        self._tags = []
-        return self.kv.pool.reset_prefix_cache()
+        forgotten = self.kv.pool.reset_prefix_cache()
+        self._tags = [(block.block_id, None) for block in forgotten]
+        return len(forgotten)
 
     # --- the end of a request -------------------------------------------------------------------------------------
 

@@ -52,14 +52,15 @@ class Step:
     Attributes:
         step_id: grows from 1; never reused.
         feeds_from_step_id: the step that the rows' feeds_from speak of, or 0.
-        tags: contents committed since the step before, for the executor to keep with the blocks.
+        tags: contents committed since the step before, for the executor to keep with the blocks; None for a block
+            whose content is not trusted any more.
     """
 
     step_id: int
     rows: list[ScheduledRow]
     num_samples: int
     feeds_from_step_id: int = 0
-    tags: list[tuple[int, BlockContent]] = field(default_factory=list)
+    tags: list[tuple[int, BlockContent | None]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

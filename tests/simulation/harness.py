@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
+from executor_service.backends.base import RowFailure, StepBatch, StepResult
 from executor_service.backends.sim_backend import SimBackend, SimBackendConfig
 from executor_service.input_batch import parse_step
 from executor_service.kv_session import KvSession
 from executor_service.step_response import build_response
+from kvmanager_service.core.block_tag import decode_tag
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import FinishReason
 from kvmanager_service.core.scheduler import Scheduler, SchedulerConfig
@@ -20,20 +24,36 @@ from kvmanager_service.step_message import build_execute_request, read_execute_r
 VOCAB_SIZE = 32_000
 
 
+class FailingSimBackend(SimBackend):
+    """A sim backend whose next step can fail in some rows: they write garbage and say so."""
+
+    def __init__(self, config: SimBackendConfig) -> None:
+        super().__init__(config)
+        self.rows_to_fail: list[int] = []
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        rows, self.rows_to_fail = self.rows_to_fail, []
+        token_ids = batch.token_ids.copy()
+        for row in rows:
+            token_ids[batch.query_indptr[row] : batch.query_indptr[row + 1]] += 1
+        result = super().execute(dataclasses.replace(batch, token_ids=token_ids))
+        failures = [RowFailure(row, "NON_FINITE_LOGITS", "the simulation wants it so") for row in rows]
+        return dataclasses.replace(result, failures=failures)
+
+
 class SimExecutor:
     """The executor's own code without its server; steps wait in a queue, as they do in its stream."""
 
     def __init__(self, num_blocks: int, block_size: int, config: SchedulerConfig) -> None:
-        self.session = KvSession(
-            SimBackend(
-                SimBackendConfig(
-                    max_model_len=(num_blocks - 1) * block_size,
-                    block_size=block_size,
-                    sim_num_blocks=num_blocks,
-                    sim_vocab_size=VOCAB_SIZE,
-                )
+        self.backend = FailingSimBackend(
+            SimBackendConfig(
+                max_model_len=(num_blocks - 1) * block_size,
+                block_size=block_size,
+                sim_num_blocks=num_blocks,
+                sim_vocab_size=VOCAB_SIZE,
             )
         )
+        self.session = KvSession(self.backend)
         self.session.load()
         self.session.profile(config.max_num_batched_tokens, config.max_num_seqs)
         self.limits = self.session.initialize(num_blocks).limits
@@ -71,14 +91,28 @@ class Produced:
 
 
 class World:
-    """Everything between a client and a slot, with books on what clients have received."""
+    """Everything between a client and a slot, with books on what clients have received.
 
-    def __init__(self, num_blocks: int, block_size: int = 16, config: SchedulerConfig | None = None) -> None:
+    Args:
+        num_blocks: of the executor's cache, the null block included.
+        block_size: tokens per block.
+        config: the scheduler's.
+        make_kv: from num_blocks and block_size to an empty KV cache manager.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        config: SchedulerConfig | None = None,
+        make_kv: Callable[[int, int], KVCacheManager] = KVCacheManager,
+    ) -> None:
         self.config = config or SchedulerConfig()
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.executor = SimExecutor(num_blocks, block_size, self.config)
-        self.scheduler = Scheduler(self.config, KVCacheManager(num_blocks, block_size))
+        self.make_kv = make_kv
+        self.scheduler = Scheduler(self.config, make_kv(num_blocks, block_size))
         self.produced: dict[str, Produced] = {}
 
     def schedule(self) -> bool:
@@ -101,12 +135,23 @@ class World:
         self.scheduler.lose_steps()
         self.publish()
 
-    def replace_executor(self, num_blocks: int | None = None) -> None:
+    def replace_executor(self, num_blocks: int | None = None, block_size: int | None = None) -> None:
         """The executor dies and another, empty one takes its place."""
         self.num_blocks = num_blocks or self.num_blocks
+        self.block_size = block_size or self.block_size
         self.executor = SimExecutor(self.num_blocks, self.block_size, self.config)
-        self.scheduler.replace_cache(KVCacheManager(self.num_blocks, self.block_size))
+        self.scheduler.replace_cache(self.make_kv(self.num_blocks, self.block_size))
         self.publish()
+
+    def adopt_cache(self) -> int:
+        """The manager forgets its books and makes new ones from the executor's tags. Returns how many it adopted."""
+        self.executor.break_stream()
+        tags = self.executor.session.list_tags(self.executor.kv_epoch)
+        kv = self.make_kv(self.num_blocks, self.block_size)
+        adopted = kv.adopt([tagged for block_id, tag in tags.items() if (tagged := decode_tag(block_id, tag))])
+        self.scheduler.replace_cache(kv)
+        self.publish()
+        return adopted
 
     def publish(self) -> None:
         for output in self.scheduler.take_outputs():

@@ -1,0 +1,426 @@
+"""One seed, one life: random requests over a random small pool, with faults at random, and everything checked.
+
+Used by `test_faults` (every seed must live) and by `test_mutations` (with a core broken on purpose, none should).
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvplane.executor.v1 import executor_service_pb2 as pb
+
+from executor_service.backends.sim_digest import expected_tokens
+from kvmanager_service.core.block_hash import default_hash
+from kvmanager_service.core.errors import (
+    CoreError,
+    DuplicateRequestError,
+    InvalidRequestError,
+    PoolExhaustedError,
+    PoolInUseError,
+    QueueFullError,
+    RowFailedError,
+)
+from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.request import TOKEN_BYTES, FinishReason, NewRequest, Request, SamplingParams, StopRules
+from kvmanager_service.core.scheduler import MAX_FAILED_STEPS, SchedulerConfig
+from kvmanager_service.core.step import BadResultError
+from kvmanager_service.step_message import read_execute_response
+from tests.simulation.harness import VOCAB_SIZE, Produced, World
+from tests.unit.core.builders import chain_of, state_of, token_bytes
+
+
+def one_byte_hash(data: bytes) -> bytes:
+    """256 values: a collision wherever one looks."""
+    return default_hash(data)[:1] * 16
+
+
+@dataclass
+class Story:
+    """A request, and what must come of it."""
+
+    new: NewRequest
+    prompt: list[int]
+    expected: list[int]
+    reason: FinishReason
+    ended: bool = False
+    row_failures: int = 0
+
+
+@dataclass
+class Counts:
+    """What happened in a life, so that tests can tell that faults were met at all."""
+
+    faults: dict[str, int] = field(default_factory=dict)
+    finished: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def add(counter: dict[str, int], name: str) -> None:
+        """One more of something."""
+        counter[name] = counter.get(name, 0) + 1
+
+
+class Chaos:
+    """A world, its requests and its faults, all drawn from one seed.
+
+    Args:
+        seed: of everything.
+        one_byte: use a hash that collides all the time; None lets the seed choose.
+        faults: whether anything goes wrong at all.
+        num_requests: how many come; None lets the seed choose.
+    """
+
+    def __init__(
+        self, seed: int, *, one_byte: bool | None = None, faults: bool = True, num_requests: int | None = None
+    ) -> None:
+        self.seed = seed
+        self.rng = rng = random.Random(seed)
+        self.block_size = rng.choice((1, 2, 3, 4, 8, 16))
+        self.num_blocks = rng.choice((rng.randint(3, 12), rng.randint(8, 40)))
+        chosen = rng.random() < 0.2
+        self.one_byte = chosen if one_byte is None else one_byte
+        caching = rng.random() < 0.95
+        budget = rng.choice((rng.randint(1, 8), rng.randint(8, 64), 4096))
+        config = SchedulerConfig(
+            policy=rng.choice(("fcfs", "priority")),
+            max_num_batched_tokens=budget,
+            max_num_seqs=rng.choice((1, 3, 8, 64)),
+            max_waiting=rng.choice((2, 100)),
+            long_prefill_token_threshold=rng.choice((0, 0, rng.randint(1, 16))),
+            watermark=rng.choice((0.0, 0.01, 0.3)),
+            max_outstanding=rng.choice((1, 2)),
+        )
+
+        def make_kv(num_blocks: int, block_size: int) -> KVCacheManager:
+            hash_function = one_byte_hash if self.one_byte else default_hash
+            return KVCacheManager(num_blocks, block_size, enable_caching=caching, hash_function=hash_function)
+
+        self.world = World(self.num_blocks, self.block_size, config, make_kv)
+        self.smallest_pool = self.pool_tokens
+        self.was_replaced = False
+        self.losses = 0
+        self.counts = Counts()
+        self.stories: dict[str, Story] = {}
+        self.pending = self._draw_requests(rng.randint(5, 40) if num_requests is None else num_requests)
+        # Each life has its own mixture of faults; most have some kinds only.
+        self.fault_rates: list[tuple[Callable[[], None], float]] = []
+        if faults:
+            for fault in (
+                self._abort,
+                self._finish_by_stop_string,
+                self._lose_stream,
+                self._replace_executor,
+                self._adopt_cache,
+                self._reset_prefix_cache,
+                self._fail_row,
+                self._send_bad_result,
+                self._add_duplicate,
+                self._fail,
+            ):
+                if rng.random() < 0.5:
+                    self.fault_rates.append((fault, rng.choice((0.01, 0.05, 0.2))))
+
+    @property
+    def pool_tokens(self) -> int:
+        """What the pool holds now."""
+        return (self.world.num_blocks - 1) * self.world.block_size
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def _draw_requests(self, count: int) -> list[Story]:
+        rng = self.rng
+        room = min(self.pool_tokens, 200)
+        # Prompts of three words only have equal blocks after different ones.
+        self.num_words = rng.choice((VOCAB_SIZE, VOCAB_SIZE, 3))
+        roots = [[rng.randrange(self.num_words) for _ in range(room + 8)] for _ in range(rng.randint(1, 3))]
+        return [self._draw_request(f"r{index}", roots, room) for index in range(count)]
+
+    def _draw_request(self, request_id: str, roots: list[list[int]], room: int) -> Story:
+        rng = self.rng
+        length = rng.choice((rng.randint(1, room + 4), rng.randint(1, max(1, room // 3))))
+        prompt = rng.choice(roots)[: rng.randint(0, length)]
+        prompt += [rng.randrange(self.num_words) for _ in range(length - len(prompt))]
+        max_tokens = rng.randint(1, rng.choice((4, 30, room + 4)))
+        sampling = SamplingParams(temperature=rng.choice((0.0, 1.0)), presence_penalty=rng.choice((0.0, 0.0, 0.0, 0.5)))
+        request_seed = rng.getrandbits(64)
+
+        def produce(stop: tuple[int, ...], min_tokens: int) -> list[int]:
+            return expected_tokens(
+                prompt,
+                max_tokens,
+                vocab_size=VOCAB_SIZE,
+                seed=request_seed,
+                temperature=sampling.temperature,
+                suppressed_token_ids=stop,
+                min_tokens=min_tokens,
+                penalised=sampling.has_penalty,
+            )
+
+        stop: tuple[int, ...] = ()
+        min_tokens = 0
+        if rng.random() < 0.5:
+            stop = tuple(rng.choices(produce((), 0), k=rng.randint(1, 2)))
+            min_tokens = rng.choice((0, rng.randint(0, max_tokens)))
+        expected = produce(stop, min_tokens)
+        ends = [index for index, token_id in enumerate(expected) if token_id in stop and index >= min_tokens]
+        if ends:
+            expected = expected[: ends[0] + 1]
+        num_resumed = rng.randint(0, len(expected) - 1) if rng.random() < 0.2 else 0
+        new = NewRequest(
+            request_id=request_id,
+            prompt=array("i", prompt).tobytes(),
+            stop=StopRules(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=frozenset(stop)),
+            sampling=sampling,
+            seed=request_seed,
+            priority=rng.randint(0, 2),
+            cache_salt=rng.choice(("", "", "mine", "yours")),
+            resumed=token_bytes(expected[:num_resumed]),
+        )
+        reason = FinishReason.STOP if ends else FinishReason.LENGTH
+        return Story(new, prompt + expected[:num_resumed], expected[num_resumed:], reason)
+
+    def _add(self, story: Story) -> None:
+        scheduler = self.world.scheduler
+        request_id = story.new.request_id
+        too_long = -(-(len(story.prompt) + 1) // self.world.block_size) > self.world.num_blocks - 1
+        try:
+            scheduler.add_request(story.new)
+        except InvalidRequestError:
+            assert too_long, f"{request_id} was refused and would fit"
+            Counts.add(self.counts.refused, "too long")
+        except QueueFullError:
+            self.pending.append(story)
+            Counts.add(self.counts.refused, "queue full")
+        else:
+            assert not too_long, f"{request_id} can never fit and was accepted"
+            self.stories[request_id] = story
+            self.world.produced[request_id] = Produced()
+
+    # --- faults ---------------------------------------------------------------------------------------------------
+
+    def _any_request(self) -> str | None:
+        return self.rng.choice(sorted(self.world.scheduler.requests)) if self.world.scheduler.requests else None
+
+    def _abort(self) -> None:
+        if request_id := self._any_request():
+            self.world.scheduler.abort(request_id)
+            self.world.publish()
+            assert self.world.produced[request_id].finish_reason is FinishReason.ABORT
+
+    def _fail(self) -> None:
+        if request_id := self._any_request():
+            self.world.scheduler.fail(request_id, CoreError("UNAVAILABLE", "as the simulation wants"))
+            self.world.publish()
+
+    def _finish_by_stop_string(self) -> None:
+        if request_id := self._any_request():
+            self.world.scheduler.finish(request_id)
+            self.world.publish()
+            produced = self.world.produced[request_id]
+            assert produced.finish_reason is None, "a request ended from outside was told so"
+            produced.finish_reason = FinishReason.STOP
+            self.stories[request_id].expected = list(produced.token_ids)
+            self.stories[request_id].reason = FinishReason.STOP
+
+    def _lose_stream(self) -> None:
+        world = self.world
+        if world.executor.queue and self.rng.random() < 0.5:
+            world.executor.compute()  # it was computed, and nobody heard of it
+        self.losses += 1
+        world.lose_stream()
+
+    def _replace_executor(self) -> None:
+        num_blocks = self.rng.choice((self.num_blocks, self.num_blocks, self.rng.randint(3, self.num_blocks)))
+        block_size = self.rng.choice((self.block_size, self.block_size, self.rng.randint(1, 16)))
+        self.losses += 1
+        self.world.replace_executor(num_blocks, block_size)
+        self.was_replaced = True
+        self.smallest_pool = min(self.smallest_pool, self.pool_tokens)
+
+    def _adopt_cache(self) -> None:
+        self.losses += 1
+        self.world.adopt_cache()
+
+    def _reset_prefix_cache(self) -> None:
+        scheduler = self.world.scheduler
+        before = state_of(scheduler)
+        try:
+            scheduler.reset_prefix_cache()
+        except PoolInUseError:
+            assert scheduler.running
+            assert state_of(scheduler) == before
+        else:
+            assert not scheduler.running
+            assert scheduler.kv.pool.num_cached_blocks == 0
+
+    def _fail_row(self) -> None:
+        if self.world.scheduler.outstanding:
+            rows = self.world.scheduler.outstanding[0].rows
+            failed = self.rng.sample(range(len(rows)), min(len(rows), self.rng.choice((1, 1, 2))))
+            self.world.executor.backend.rows_to_fail = failed
+            for index in failed:
+                self.stories[rows[index].request.request_id].row_failures += 1
+
+    def _send_bad_result(self) -> None:
+        scheduler, executor = self.world.scheduler, self.world.executor
+        if not scheduler.outstanding:
+            return
+        response = executor.compute()
+        damage(response, self.rng)
+        before = state_of(scheduler)
+        try:
+            scheduler.update(read_execute_response(response))
+        except BadResultError:
+            assert state_of(scheduler) == before
+        else:
+            raise AssertionError(f"a bad result was taken: {response}")
+        self._lose_stream()
+
+    def _add_duplicate(self) -> None:
+        if request_id := self._any_request():
+            scheduler = self.world.scheduler
+            before = state_of(scheduler)
+            try:
+                scheduler.add_request(self.stories[request_id].new)
+            except DuplicateRequestError:
+                assert state_of(scheduler) == before
+            else:
+                raise AssertionError(f"{request_id} was accepted twice")
+
+    def _maybe_fault(self, share: float) -> None:
+        for fault, rate in self.fault_rates:
+            if self.rng.random() < rate * share:
+                Counts.add(self.counts.faults, fault.__name__.strip("_"))
+                fault()
+                self.check()
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Counts:
+        """Live until every request has ended. Raises AssertionError, with the seed, when anything is wrong."""
+        try:
+            self._run()
+        except Exception as error:
+            raise AssertionError(f"seed {self.seed}: {type(error).__name__}: {error}") from error
+        return self.counts
+
+    def _run(self) -> None:
+        world, scheduler, rng = self.world, self.world.scheduler, self.rng
+        self.pending.reverse()
+        arrivals = rng.choice((0.3, 1.0, 5.0))
+        more_results = rng.choice((0.0, 0.3, 0.9))
+        patience = 2 * 250 * len(self.pending)
+        turns_since_progress = turns = 0
+        while self.pending or scheduler.has_work:
+            turns += 1
+            for _ in range(int(rng.expovariate(1 / arrivals) + rng.random())):
+                if self.pending:
+                    self._add(self.pending.pop())
+            progress = self._progress()
+            if turns > patience:
+                self.fault_rates = []  # nothing but work is left, and it must come to an end
+            self._maybe_fault(0.25)
+            world.schedule()
+            self.check()
+            assert scheduler.outstanding or not scheduler.has_work, "work waits and nothing will ever wake it"
+            self._maybe_fault(0.5)
+            share = 0.95
+            while scheduler.outstanding and rng.random() < share:
+                world.complete()
+                self.check()
+                share = more_results
+            self._maybe_fault(0.25)
+            turns_since_progress = 0 if self._progress() != progress or self.fault_rates else turns_since_progress + 1
+            assert turns_since_progress < 2_000, "nothing has come of 2000 turns"
+            assert turns < 4 * patience, f"not done after {turns} turns"
+        self._check_end()
+
+    def _progress(self) -> tuple[int, int]:
+        produced = self.world.produced.values()
+        return sum(len(one.token_ids) for one in produced), sum(one.finish_reason is not None for one in produced)
+
+    def check(self) -> None:
+        """Every invariant of the core, and that each request relies on its own tokens under its own salt."""
+        scheduler = self.world.scheduler
+        scheduler.check_integrity()
+        for request in scheduler.running.values():
+            self._check_contents(request)
+        for request_id, produced in self.world.produced.items():
+            story = self.stories[request_id]
+            if produced.finish_reason is not None and not story.ended:
+                story.ended = True
+                Counts.add(self.counts.finished, produced.finish_reason.value)
+                self._check_finished(request_id, story, produced)
+
+    def _check_contents(self, request: Request) -> None:
+        size = self.world.block_size
+        for index, content in enumerate(request.contents):
+            chain = chain_of(content)
+            assert len(chain) == index + 1, f"{request!r} has a content in another place than it was made for"
+            assert content.token_bytes == bytes(
+                request.token_bytes[index * size * TOKEN_BYTES : (index + 1) * size * TOKEN_BYTES]
+            ), f"{request!r} relies on other tokens than its own"
+            assert chain[0].extra_keys == request.extra_keys, f"{request!r} shares a block across salts"
+
+    def _check_finished(self, request_id: str, story: Story, produced: Produced) -> None:
+        got, reason, error = produced.token_ids, produced.finish_reason, produced.error
+        assert got == story.expected[: len(got)], f"{request_id} got other tokens than the oracle's"
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert reason is story.reason, f"{request_id} ended by {reason}, expected {story.reason}"
+            assert len(got) == len(story.expected), f"{request_id} got {len(got)} tokens of {len(story.expected)}"
+        elif reason is FinishReason.ERROR:
+            self._check_error(request_id, story, len(got), error)
+
+    def _check_error(self, request_id: str, story: Story, num_got: int, error: Exception | None) -> None:
+        total = len(story.prompt) + num_got
+        if isinstance(error, PoolExhaustedError):
+            assert num_got < len(story.expected), f"{request_id} had everything and was told that the pool is too small"
+            assert total >= self.smallest_pool + (not self.was_replaced), f"{request_id} was ended before the pool was"
+        elif isinstance(error, RowFailedError) and error.reason == "STEP_FAILED":
+            assert self.losses >= MAX_FAILED_STEPS
+        elif isinstance(error, RowFailedError):
+            assert story.row_failures, f"{request_id} ended by {error.reason}, and no row of it had failed"
+        else:
+            assert isinstance(error, CoreError)
+            assert error.reason == "UNAVAILABLE", repr(error)
+
+    def _check_end(self) -> None:
+        pool = self.world.scheduler.kv.pool
+        assert pool.num_free_blocks == pool.num_usable_blocks
+        assert not self.world.scheduler.running
+        for request_id in self.stories:
+            assert self.world.produced[request_id].finish_reason is not None, f"{request_id} was forgotten"
+        while self.world.scheduler.outstanding:  # results of steps whose requests have all ended
+            self.world.complete()
+        self.check()
+
+
+def damage(response: pb.ExecuteResponse, rng: random.Random) -> None:
+    """Make a good response one that no honest executor sends."""
+    samples = len(response.sampled_token_ids.data) // TOKEN_BYTES
+    rows = len(response.computed_upto.data) // TOKEN_BYTES
+    kinds = ["step", "extra sample", "missing row", "short", "ragged", "row beyond", "row before", "logprobs"]
+    kind = rng.choice([*kinds, "negative"] if samples else kinds)
+    if kind == "step":
+        response.step_id += rng.choice((-1, 1))
+    elif kind == "extra sample":
+        response.sampled_token_ids.data += token_bytes([5])
+    elif kind == "missing row":
+        response.computed_upto.data = response.computed_upto.data[TOKEN_BYTES:]
+    elif kind == "short":
+        response.computed_upto.data = token_bytes([0]) + response.computed_upto.data[TOKEN_BYTES:]
+        del response.row_errors[:]
+    elif kind == "ragged":
+        response.computed_upto.data += b"\0"
+    elif kind == "row beyond":
+        response.row_errors.add(row=rows, reason="NON_FINITE_LOGITS")
+    elif kind == "row before":
+        response.row_errors.add(row=-1, reason="NON_FINITE_LOGITS")
+    elif kind == "negative":
+        response.sampled_token_ids.data = token_bytes([-1] * samples)
+        del response.row_errors[:]
+    else:
+        response.logprobs.indptr.data = token_bytes([0, 2, 1])

@@ -1,0 +1,86 @@
+"""Lives full of faults: whatever is lost, replaced, aborted or damaged, outputs are the oracle's and no block is lost.
+
+KVPLANE_SIMULATION_SEEDS is how many seeds are run, KVPLANE_SIMULATION_SEED is the first: a failure names its seed.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from executor_service.backends.sim_digest import expected_tokens
+from kvmanager_service.core.request import SamplingParams
+from kvmanager_service.core.scheduler import SchedulerConfig
+from tests.simulation.chaos import Chaos
+from tests.simulation.harness import VOCAB_SIZE, World
+from tests.unit.core.builders import make_new
+
+FIRST_SEED = int(os.environ.get("KVPLANE_SIMULATION_SEED", "1"))
+NUM_SEEDS = int(os.environ.get("KVPLANE_SIMULATION_SEEDS", "40"))
+
+
+@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_SEEDS))
+def test_simulation_random_faults_every_output_is_the_oracles(seed: int) -> None:
+    Chaos(seed).run()
+
+
+def live_through_a_failed_twin() -> None:
+    """Two requests fill the same content in one step, and one of them fails with somebody reading it already."""
+    world = World(30, 4, SchedulerConfig(max_outstanding=1))
+    greedy = SamplingParams(temperature=0.0)
+    prompt = [1, 2, 3, 4]
+    output = expected_tokens(prompt, 5, vocab_size=VOCAB_SIZE)
+    for request_id in ("failed", "twin"):
+        world.scheduler.add_request(make_new(request_id, prompt, max_tokens=6, sampling=greedy))
+    for _ in range(4):
+        world.step()
+    longer = [*prompt, *output[:4], 9, 9, 9, 9, 9]
+    world.scheduler.add_request(make_new("reader", longer, sampling=greedy))
+    world.schedule()
+    requests = world.scheduler.requests
+    assert requests["reader"].blocks[1] is requests["failed"].blocks[1]
+    assert requests["reader"].contents[1] is requests["twin"].contents[1]
+    world.executor.backend.rows_to_fail = [0]
+    world.scheduler.abort("reader")
+    world.complete()
+    world.scheduler.add_request(make_new("next", longer, max_tokens=3, sampling=greedy))
+    world.run()
+    world.scheduler.check_integrity()
+    assert world.produced["failed"].error is not None
+    assert world.produced["twin"].token_ids == expected_tokens(prompt, 6, vocab_size=VOCAB_SIZE)
+    assert world.produced["next"].token_ids == expected_tokens(longer, 3, vocab_size=VOCAB_SIZE)
+
+
+def test_simulation_failed_twin_leads_nobody_to_what_was_computed_from_it() -> None:
+    live_through_a_failed_twin()
+
+
+def test_simulation_restarted_manager_adopts_the_cache_and_hits_it() -> None:
+    world = World(40, 4)
+    greedy = SamplingParams(temperature=0.0)
+    prompt = list(range(22))
+    world.scheduler.add_request(make_new("before", prompt, max_tokens=8, sampling=greedy))
+    world.run()
+    assert world.adopt_cache() >= 5
+    world.scheduler.check_integrity()
+    again = world.scheduler.add_request(make_new("after", prompt, max_tokens=8, sampling=greedy))
+    world.run()
+    assert again.num_cached_tokens == 20
+    assert world.produced["after"].token_ids == world.produced["before"].token_ids
+    assert world.produced["after"].token_ids == expected_tokens(prompt, 8, vocab_size=VOCAB_SIZE)
+
+
+def test_simulation_many_lives_meet_every_fault_and_every_end() -> None:
+    """The lives above prove nothing about faults that they never meet."""
+    faults: set[str] = set()
+    ends: set[str] = set()
+    refused: set[str] = set()
+    for seed in range(1, 31):
+        counts = Chaos(seed).run()
+        faults |= counts.faults.keys()
+        ends |= counts.finished.keys()
+        refused |= counts.refused.keys()
+    assert len(faults) == 10
+    assert ends == {"stop", "length", "abort", "error"}
+    assert refused == {"too long", "queue full"}

@@ -1,0 +1,315 @@
+"""A test of the tests: the core is broken on purpose, and the simulation must notice each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+
+from kvmanager_service import step_message
+from kvmanager_service.core.block import BlockContent, KVCacheBlock
+from kvmanager_service.core.block_pool import BlockPool
+from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.request import Request
+from kvmanager_service.core.scheduler import Scheduler
+from kvmanager_service.core.step import ScheduledRow, Step, StepResult
+from tests.simulation.chaos import Chaos
+from tests.simulation.test_faults import live_through_a_failed_twin
+
+MAX_SEEDS = 150
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+
+
+def one_block_too_few(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVCacheManager, "num_blocks_for", lambda self, num_tokens: num_tokens // self.block_size)
+
+
+def one_block_too_many(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVCacheManager, "num_blocks_for", lambda self, num_tokens: num_tokens // self.block_size + 1)
+
+
+def wrong_blocks_in_the_table(patch: pytest.MonkeyPatch) -> None:
+    def extend_table(request: Request, blocks: list[KVCacheBlock]) -> None:
+        request.blocks += blocks
+        for block in reversed(blocks):
+            request.block_id_bytes += block.block_id.to_bytes(4, "little")
+
+    patch.setattr(KVCacheManager, "_extend_table", staticmethod(extend_table))
+
+
+def freed_blocks_keep_a_reference(patch: pytest.MonkeyPatch) -> None:
+    original = BlockPool.free_blocks
+
+    def free_blocks(self: BlockPool, blocks: Iterable[KVCacheBlock]) -> None:
+        original(self, list(blocks)[1:])
+
+    patch.setattr(BlockPool, "free_blocks", free_blocks)
+
+
+def evicted_block_keeps_its_hash(patch: pytest.MonkeyPatch) -> None:
+    def get_new_blocks(self: BlockPool, num_blocks: int) -> list[KVCacheBlock]:
+        blocks = self.free_block_queue.popleft_n(num_blocks)
+        for block in blocks:
+            block.ref_cnt = 1
+            if block.content is not None:  # nobody tells the index
+                block.content = None
+                self.num_cached_blocks -= 1
+        return blocks
+
+    patch.setattr(BlockPool, "get_new_blocks", get_new_blocks)
+    patch.setattr(BlockPool, "check_integrity", lambda self, tables: list(tables))
+
+
+def hit_is_not_taken_out_of_the_free_queue(patch: pytest.MonkeyPatch) -> None:
+    def touch(self: BlockPool, blocks: Iterable[KVCacheBlock]) -> None:
+        for block in blocks:
+            block.ref_cnt += 1
+
+    patch.setattr(BlockPool, "touch", touch)
+
+
+def partial_blocks_are_hashed(patch: pytest.MonkeyPatch) -> None:
+    original = KVCacheManager.cache_blocks
+
+    def cache_blocks(self: KVCacheManager, request: Request, provisional_step: int) -> None:
+        computed = request.num_computed_tokens
+        # Known is taken for computed: the rest of the prompt counts, though no step computes it yet.
+        request.num_computed_tokens = request.num_tokens
+        original(self, request, provisional_step)
+        request.num_computed_tokens = computed
+
+    patch.setattr(KVCacheManager, "cache_blocks", cache_blocks)
+
+
+def tokens_not_known_yet_are_hashed(patch: pytest.MonkeyPatch) -> None:
+    original = KVCacheManager.cache_blocks
+
+    def cache_blocks(self: KVCacheManager, request: Request, provisional_step: int) -> None:
+        known = request.num_tokens
+        unknown = max(0, request.num_computed_tokens - known)
+        request.token_bytes += bytes(4 * unknown)
+        request.num_tokens += unknown
+        original(self, request, provisional_step)
+        request.num_tokens = known
+        del request.token_bytes[4 * known :]
+
+    patch.setattr(KVCacheManager, "cache_blocks", cache_blocks)
+
+
+def parent_is_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        BlockContent,
+        "is_same",
+        lambda self, parent, tokens, keys: self.token_bytes == tokens and self.extra_keys == keys,
+    )
+
+
+def salt_is_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        BlockContent, "is_same", lambda self, parent, tokens, keys: self.parent is parent and self.token_bytes == tokens
+    )
+
+
+def provisional_blocks_survive_lost_steps(patch: pytest.MonkeyPatch) -> None:
+    def forget_provisional(self: BlockPool) -> int:
+        for step_id in list(self._provisional):
+            self.commit_step(step_id)
+        return 0
+
+    patch.setattr(BlockPool, "forget_provisional", forget_provisional)
+
+
+def failed_rows_are_trusted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_distrust", lambda self, row, step_id: None)
+
+
+def failed_content_survives_in_its_twin(patch: pytest.MonkeyPatch) -> None:
+    def distrust(self: BlockPool, blocks: Iterable[KVCacheBlock]) -> set[KVCacheBlock]:
+        distrusted = {block for block in blocks if block.content is not None}
+        for block in distrusted:
+            self._uncache(block)
+        return distrusted
+
+    patch.setattr(BlockPool, "distrust", distrust)
+
+
+def fed_by_another_sample(patch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._claim
+
+    def claim(self: Scheduler, row: ScheduledRow, step_id: int) -> None:
+        original(self, row, step_id)
+        if row.feeds_from > 0:
+            row.feeds_from -= 1
+
+    patch.setattr(Scheduler, "_claim", claim)
+
+
+def old_incarnations_are_believed(patch: pytest.MonkeyPatch) -> None:
+    original = Scheduler.update
+
+    def update(self: Scheduler, result: StepResult) -> None:
+        for row in self.outstanding[0].rows if self.outstanding else ():
+            row.incarnation = row.request.incarnation
+        original(self, result)
+
+    patch.setattr(Scheduler, "update", update)
+
+
+def preempted_request_keeps_its_tokens_on_the_way(patch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._preempt
+
+    def preempt(self: Scheduler, request: Request) -> None:
+        pending = request.num_pending_tokens
+        original(self, request)
+        request.num_pending_tokens = pending
+
+    patch.setattr(Scheduler, "_preempt", preempt)
+
+
+def stop_tokens_are_never_suppressed(patch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._make_step
+
+    def make_step(self: Scheduler, step_id: int, rows: list[ScheduledRow]) -> Step:
+        step = original(self, step_id, rows)
+        for row in rows:
+            row.suppress_stop = False
+        return step
+
+    patch.setattr(Scheduler, "_make_step", make_step)
+
+
+def one_token_too_many(patch: pytest.MonkeyPatch) -> None:
+    original = Request.__init__
+
+    def init(self: Request, *arguments: object) -> None:
+        original(self, *arguments)  # type: ignore[arg-type]
+        self.max_total_tokens += 1
+
+    patch.setattr(Request, "__init__", init)
+
+
+def victims_row_stays_in_the_step(patch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._schedule_running
+
+    class StickyRows(dict[str, ScheduledRow]):
+        def pop(self, key: str, default: object = None) -> object:  # type: ignore[override]
+            return default
+
+    def schedule_running(self: Scheduler, rows: dict[str, ScheduledRow], budget: int) -> tuple[int, bool]:
+        sticky = StickyRows()
+        returned = original(self, sticky, budget)
+        rows.update(sticky)
+        return returned
+
+    patch.setattr(Scheduler, "_schedule_running", schedule_running)
+
+
+def preemption_forgets_to_wait(patch: pytest.MonkeyPatch) -> None:
+    """A lone request that outgrew the pool is taken for a preemption: whoever waits is not admitted."""
+    original = Scheduler._schedule_running
+
+    def schedule_running(self: Scheduler, rows: dict[str, ScheduledRow], budget: int) -> tuple[int, bool]:
+        before = len(self.running)
+        budget, preempted = original(self, rows, budget)
+        return budget, preempted or len(self.running) < before
+
+    patch.setattr(Scheduler, "_schedule_running", schedule_running)
+    patch.setattr(Scheduler, "_admit_waiting", _admit_unless(Scheduler._admit_waiting))
+
+
+def _admit_unless(original: Callable[..., None]) -> Callable[..., None]:
+    def admit_waiting(self: Scheduler, rows: dict[str, ScheduledRow], budget: int, step_id: int) -> None:
+        if rows or self.running or not any(request.num_preemptions for request in self.waiting):
+            original(self, rows, budget, step_id)
+
+    return admit_waiting
+
+
+def wrong_last_block_len(patch: pytest.MonkeyPatch) -> None:
+    original = step_message.build_execute_request
+
+    def build(step: Step, kv_epoch: int, block_size: int) -> object:
+        message = original(step, kv_epoch, block_size)
+        data = bytearray(message.block_tables[0].last_block_len.data)
+        data[0] = 1
+        message.block_tables[0].last_block_len.data = bytes(data)
+        return message
+
+    patch.setattr("tests.simulation.harness.build_execute_request", build)
+
+
+def adopted_without_their_parents(patch: pytest.MonkeyPatch) -> None:
+    def adopt(self: KVCacheManager, tagged: Sequence[object]) -> int:
+        count = 0
+        for tag in tagged:
+            # Any block is taken for a first one.
+            content = self.pool.adopt(tag.block_id, tag.block_hash, None, tag.token_bytes, tag.extra_keys)  # type: ignore[attr-defined]
+            count += content is not None
+        return count
+
+    patch.setattr(KVCacheManager, "adopt", adopt)
+    patch.setattr(BlockContent, "is_same", lambda self, parent, tokens, keys: self.token_bytes == tokens)
+
+
+ANY_HASH = None
+ONE_BYTE = True
+MUTATIONS: list[tuple[Mutation, bool | None]] = [
+    (one_block_too_few, ANY_HASH),
+    (one_block_too_many, ANY_HASH),
+    (wrong_blocks_in_the_table, ANY_HASH),
+    (freed_blocks_keep_a_reference, ANY_HASH),
+    (evicted_block_keeps_its_hash, ANY_HASH),
+    (hit_is_not_taken_out_of_the_free_queue, ANY_HASH),
+    (partial_blocks_are_hashed, ANY_HASH),
+    (tokens_not_known_yet_are_hashed, ANY_HASH),
+    (parent_is_not_compared, ONE_BYTE),
+    (salt_is_not_compared, ONE_BYTE),
+    (provisional_blocks_survive_lost_steps, ANY_HASH),
+    (failed_rows_are_trusted, ANY_HASH),
+    (fed_by_another_sample, ANY_HASH),
+    (old_incarnations_are_believed, ANY_HASH),
+    (preempted_request_keeps_its_tokens_on_the_way, ANY_HASH),
+    (stop_tokens_are_never_suppressed, ANY_HASH),
+    (one_token_too_many, ANY_HASH),
+    (victims_row_stays_in_the_step, ANY_HASH),
+    (preemption_forgets_to_wait, ANY_HASH),
+    (wrong_last_block_len, ANY_HASH),
+    (adopted_without_their_parents, ANY_HASH),
+]
+
+
+@pytest.mark.parametrize(("mutation", "one_byte"), MUTATIONS, ids=lambda value: getattr(value, "__name__", ""))
+def test_simulation_core_broken_on_purpose_notices(
+    mutation: Mutation, one_byte: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutation(monkeypatch)
+    for seed in range(1, MAX_SEEDS + 1):
+        try:
+            Chaos(seed, one_byte=one_byte).run()
+        except AssertionError:
+            return
+    pytest.fail(f"{mutation.__name__} went unnoticed for {MAX_SEEDS} seeds")
+
+
+def test_simulation_failed_content_that_survives_in_its_twin_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed_content_survives_in_its_twin(monkeypatch)
+    with pytest.raises(AssertionError):
+        live_through_a_failed_twin()
+
+
+def test_simulation_free_order_reversed_is_noticed_by_the_hits_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of eviction changes no output: what it changes is how much of a prefix is found again."""
+
+    def hits() -> int:
+        total = 0
+        for seed in range(1, 16):
+            chaos = Chaos(seed, faults=False, one_byte=False)
+            chaos.run()
+            total += chaos.world.scheduler.stats.prefix_hits
+        return total
+
+    in_order = hits()
+    original = BlockPool.free_blocks
+    monkeypatch.setattr(BlockPool, "free_blocks", lambda self, blocks: original(self, list(blocks)[::-1]))
+    assert hits() < in_order

@@ -1,0 +1,434 @@
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvmanager_service.core.block import BlockContent, KVCacheBlock
+from kvmanager_service.core.block_pool import NULL_BLOCK_ID, BlockPool
+from tests.unit.core.builders import block_ids, token_bytes
+
+TOKENS = token_bytes([1, 2])
+
+
+def cache(
+    pool: BlockPool,
+    block: KVCacheBlock,
+    name: str,
+    parent: BlockContent | None = None,
+    *,
+    step: int = 0,
+    owner: int = 0,
+) -> BlockContent | None:
+    """Make a block findable under a name: its hash and its tokens."""
+    return pool.cache_full_block(
+        block, name.encode(), parent, name.encode() + TOKENS, b"", provisional_step=step, owner=owner
+    )
+
+
+def find(pool: BlockPool, name: str, parent: BlockContent | None = None) -> KVCacheBlock | None:
+    return pool.get_cached_block(name.encode(), parent, name.encode() + TOKENS, b"")
+
+
+def test_pool_new_has_all_blocks_free_but_the_null_block() -> None:
+    pool = BlockPool(4)
+    assert pool.num_usable_blocks == pool.num_free_blocks == 3
+    assert block_ids(pool.free_block_queue) == [1, 2, 3]
+    assert pool.null_block.block_id == NULL_BLOCK_ID == 0
+    pool.check_integrity([])
+
+
+def test_pool_without_a_usable_block_raises() -> None:
+    with pytest.raises(ValueError, match="num_blocks of at least 2"):
+        BlockPool(1)
+
+
+def test_get_new_blocks_too_many_raises_and_changes_nothing() -> None:
+    pool = BlockPool(4)
+    with pytest.raises(IndexError):
+        pool.get_new_blocks(4)
+    assert block_ids(pool.free_block_queue) == [1, 2, 3]
+    pool.check_integrity([])
+
+
+def test_free_blocks_hashed_go_to_the_tail_and_unhashed_to_the_head() -> None:
+    pool = BlockPool(6)
+    blocks = pool.get_new_blocks(4)
+    first = cache(pool, blocks[0], "a")
+    cache(pool, blocks[1], "b", first)
+    pool.free_blocks(reversed(blocks))
+    # 3 and 4 hold nothing: they are handed out first, in the order they had. Of the hashed the deepest goes first.
+    assert block_ids(pool.free_block_queue) == [3, 4, 5, 2, 1]
+    pool.check_integrity([])
+
+
+def test_free_blocks_twice_raises() -> None:
+    pool = BlockPool(3)
+    blocks = pool.get_new_blocks(1)
+    pool.free_blocks(blocks)
+    with pytest.raises(ValueError, match="freed twice"):
+        pool.free_blocks(blocks)
+    pool.check_integrity([])
+
+
+def test_free_blocks_null_block_raises() -> None:
+    pool = BlockPool(3)
+    with pytest.raises(ValueError, match="freed twice"):
+        pool.free_blocks([pool.null_block])
+
+
+def test_touch_free_block_leaves_the_queue_and_keeps_its_content() -> None:
+    pool = BlockPool(4)
+    block = pool.get_new_blocks(1)[0]
+    cache(pool, block, "a")
+    pool.free_blocks([block])
+    pool.touch([block])
+    pool.touch([block])
+    assert block.ref_cnt == 2
+    assert block.block_id not in block_ids(pool.free_block_queue)
+    assert find(pool, "a") is block
+    pool.check_integrity([[block], [block]])
+
+
+def test_get_new_blocks_cached_block_is_evicted_when_handed_out() -> None:
+    pool = BlockPool(3)
+    blocks = pool.get_new_blocks(2)
+    cache(pool, blocks[0], "a")
+    cache(pool, blocks[1], "b")
+    pool.free_blocks(blocks)
+    assert find(pool, "a") is blocks[0]
+    taken = pool.get_new_blocks(1)
+    assert taken == [blocks[0]]
+    assert taken[0].block_hash is None
+    assert find(pool, "a") is None
+    assert find(pool, "b") is blocks[1]
+    assert pool.num_evictions == 1
+    pool.check_integrity([taken])
+
+
+def test_get_cached_block_other_tokens_keys_or_parent_is_a_miss() -> None:
+    pool = BlockPool(4)
+    blocks = pool.get_new_blocks(3)
+    parent, other = cache(pool, blocks[0], "parent"), cache(pool, blocks[1], "other")
+    pool.cache_full_block(blocks[2], b"h", parent, TOKENS, b"salt")
+    assert pool.get_cached_block(b"h", parent, TOKENS, b"salt") is blocks[2]
+    assert pool.get_cached_block(b"h", other, TOKENS, b"salt") is None
+    assert pool.get_cached_block(b"h", None, TOKENS, b"salt") is None
+    assert pool.get_cached_block(b"h", parent, token_bytes([2, 1]), b"salt") is None
+    assert pool.get_cached_block(b"h", parent, TOKENS, b"") is None
+
+
+def test_cache_full_block_colliding_hash_leaves_the_block_uncached() -> None:
+    pool = BlockPool(3)
+    blocks = pool.get_new_blocks(2)
+    pool.cache_full_block(blocks[0], b"h", None, TOKENS, b"")
+    assert pool.cache_full_block(blocks[1], b"h", None, token_bytes([3, 4]), b"") is None
+    assert blocks[1].content is None
+    assert pool.get_cached_block(b"h", None, TOKENS, b"") is blocks[0]
+    pool.check_integrity([blocks])
+
+
+def test_cache_full_block_same_content_twice_is_held_until_both_are_evicted() -> None:
+    pool = BlockPool(3)
+    blocks = pool.get_new_blocks(2)
+    content = cache(pool, blocks[0], "a")
+    assert cache(pool, blocks[1], "a") is content
+    pool.free_blocks(blocks)
+    pool.get_new_blocks(1)
+    assert find(pool, "a") is blocks[1]
+    pool.get_new_blocks(1)
+    assert find(pool, "a") is None
+    assert pool.cached_block_hash_to_block == {}
+
+
+def test_cache_full_block_content_whose_parent_is_gone_is_replaced() -> None:
+    pool = BlockPool(4)
+    old_parent, child = pool.get_new_blocks(2)
+    cache(pool, child, "child", cache(pool, old_parent, "parent"))
+    pool.free_blocks([child])
+    pool.distrust([old_parent])
+    new_parent, new_child = pool.get_new_blocks(1)[0], pool.get_new_blocks(1)[0]
+    again = cache(pool, new_parent, "parent")
+    assert find(pool, "child", again) is None
+    assert cache(pool, new_child, "child", again) is not None
+    assert find(pool, "child", again) is new_child
+    assert pool.num_cached_blocks == 2
+    pool.check_integrity([[old_parent], [new_parent], [new_child]])
+
+
+def test_commit_step_provisional_blocks_become_committed_once() -> None:
+    pool = BlockPool(4)
+    blocks = pool.get_new_blocks(3)
+    parent = cache(pool, blocks[0], "a", step=1)
+    cache(pool, blocks[1], "b", parent, step=1)
+    cache(pool, blocks[2], "c", step=2)
+    assert pool.commit_step(1) == blocks[:2]
+    assert [block.provisional_step for block in blocks] == [0, 0, 2]
+    assert pool.commit_step(1) == []
+    pool.check_integrity([blocks])
+
+
+def test_commit_step_block_evicted_meanwhile_is_not_resurrected() -> None:
+    pool = BlockPool(2)
+    block = pool.get_new_blocks(1)[0]
+    cache(pool, block, "a", step=1)
+    pool.free_blocks([block])
+    assert pool.get_new_blocks(1) == [block]
+    assert pool.commit_step(1) == []
+    assert block.content is None
+    assert find(pool, "a") is None
+    pool.check_integrity([[block]])
+
+
+def test_commit_step_block_filled_anew_by_a_later_step_stays_provisional() -> None:
+    pool = BlockPool(3)
+    blocks = pool.get_new_blocks(2)
+    cache(pool, blocks[0], "a")  # keeps the content alive while the other block is evicted and filled again
+    cache(pool, blocks[1], "a", step=1)
+    pool.free_blocks([blocks[1]])
+    pool.get_new_blocks(1)
+    cache(pool, blocks[1], "a", step=2)
+    assert pool.commit_step(1) == []
+    assert blocks[1].provisional_step == 2
+    assert pool.commit_step(2) == [blocks[1]]
+
+
+def test_forget_provisional_unhashes_what_no_step_acknowledged_and_nothing_else() -> None:
+    pool = BlockPool(5)
+    blocks = pool.get_new_blocks(3)
+    parent = cache(pool, blocks[0], "a", step=1)
+    cache(pool, blocks[1], "b", parent, step=2)
+    cache(pool, blocks[2], "c", step=3)
+    pool.commit_step(1)
+    assert pool.forget_provisional() == 2
+    assert find(pool, "a") is blocks[0]
+    assert find(pool, "b", parent) is None
+    assert find(pool, "c") is None
+    assert pool.commit_step(2) == []
+    pool.check_integrity([blocks])
+
+
+def test_provisional_blocks_of_names_an_owners_blocks_from_a_step_on() -> None:
+    pool = BlockPool(5)
+    blocks = pool.get_new_blocks(4)
+    for name, block, step, owner in zip("abcd", blocks, (1, 2, 3, 3), (7, 7, 7, 8), strict=True):
+        cache(pool, block, name, step=step, owner=owner)
+    assert pool.provisional_blocks_of(7, 2) == [blocks[1], blocks[2]]
+
+
+def test_distrust_content_in_two_blocks_is_forgotten_in_both() -> None:
+    """What was computed on one of them is found under the other: neither may stay."""
+    pool = BlockPool(4)
+    blocks = pool.get_new_blocks(3)
+    content = cache(pool, blocks[0], "a")
+    cache(pool, blocks[1], "a")
+    cache(pool, blocks[2], "b", content)
+    assert pool.distrust([blocks[0]]) == set(blocks[:2])
+    again = cache(pool, blocks[0], "a")
+    assert find(pool, "b", again) is None
+    pool.check_integrity([blocks])
+
+
+def test_distrust_parent_takes_along_what_outstanding_steps_compute_from_it() -> None:
+    pool = BlockPool(5)
+    blocks = pool.get_new_blocks(4)
+    parent = cache(pool, blocks[0], "a")
+    child = cache(pool, blocks[1], "b", parent, step=1)
+    cache(pool, blocks[2], "c", child, step=2)
+    cache(pool, blocks[3], "d", step=2)
+    assert pool.distrust([blocks[0]]) == set(blocks[:3])
+    assert pool.commit_step(1) == []
+    assert pool.commit_step(2) == [blocks[3]]
+    pool.check_integrity([blocks])
+
+
+def test_reset_prefix_cache_forgets_every_hash() -> None:
+    pool = BlockPool(4)
+    blocks = pool.get_new_blocks(2)
+    cache(pool, blocks[0], "a")
+    cache(pool, blocks[1], "b", step=1)
+    pool.free_blocks(blocks)
+    assert pool.reset_prefix_cache() == blocks
+    assert pool.num_cached_blocks == 0
+    assert pool.commit_step(1) == []
+    pool.check_integrity([])
+
+
+def test_adopt_block_in_use_cached_or_null_is_refused() -> None:
+    pool = BlockPool(4)
+    used, cached = pool.get_new_blocks(2)
+    cache(pool, cached, "a")
+    pool.free_blocks([cached])
+    for block_id in (NULL_BLOCK_ID, used.block_id, cached.block_id):
+        assert pool.adopt(block_id, b"h", None, TOKENS, b"") is None
+    assert pool.adopt(3, b"h", None, TOKENS, b"") is not None
+    assert pool.get_cached_block(b"h", None, TOKENS, b"") is pool.blocks[3]
+    pool.check_integrity([[used]])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda pool, block: setattr(block, "ref_cnt", 2), "has 1 references"),
+        (lambda pool, block: pool.free_block_queue.append(block), "free queue does not match"),
+        (lambda pool, block: pool.cached_block_hash_to_block.clear(), "lost"),
+        (lambda pool, block: block.content.blocks.clear(), "not listed"),
+        (lambda pool, block: setattr(block, "provisional_step", 9), "for a step that ended"),
+        (lambda pool, block: setattr(pool, "num_cached_blocks", 5), "counted 5"),
+        (lambda pool, block: pool.free_block_queue.popleft_n(1), "free queue does not match"),
+        (lambda pool, block: setattr(pool.free_block_queue, "num_free_blocks", 7), "twice"),
+    ],
+)
+def test_check_integrity_damaged_pool_raises(damage, message: str) -> None:
+    pool = BlockPool(4)
+    block = pool.get_new_blocks(1)[0]
+    cache(pool, block, "a")
+    pool.check_integrity([[block]])
+    damage(pool, block)
+    with pytest.raises(AssertionError, match=message):
+        pool.check_integrity([[block]])
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """The pool beside a naive one: lists and dicts, searched from end to end.
+
+    In the model a content is a tuple (name, parent content); hashes are the name's first letter only, so they collide.
+    """
+
+    NUM_BLOCKS = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(self.NUM_BLOCKS)
+        self.free: list[int] = list(range(1, self.NUM_BLOCKS))
+        self.refs: dict[int, int] = {}
+        self.held: dict[int, str] = {}  # block id -> the content's name
+        self.order: list[int] = []  # cached blocks, oldest first
+        self.steps: dict[int, int] = {}  # provisional block id -> step
+        self.outstanding: list[int] = []
+        self.next_step = 1
+
+    def _hash(self, name: str) -> bytes:
+        return name[:1].encode()
+
+    def _uncache(self, block_id: int) -> None:
+        self.held.pop(block_id, None)
+        self.steps.pop(block_id, None)
+        if block_id in self.order:
+            self.order.remove(block_id)
+
+    @rule(count=st.integers(0, 9))
+    def get_new_blocks(self, count: int) -> None:
+        if count > len(self.free):
+            with pytest.raises(IndexError):
+                self.pool.get_new_blocks(count)
+            return
+        taken, self.free = self.free[:count], self.free[count:]
+        for block_id in taken:
+            self._uncache(block_id)
+            self.refs[block_id] = 1
+        assert block_ids(self.pool.get_new_blocks(count)) == taken
+
+    @precondition(lambda self: self.refs)
+    @rule(data=st.data())
+    def free_some(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.refs)), unique=True, max_size=4))
+        for block_id in chosen:
+            self.refs[block_id] -= 1
+            if not self.refs[block_id]:
+                del self.refs[block_id]
+                self.free.insert(len(self.free) if block_id in self.held else 0, block_id)
+        self.pool.free_blocks([self.pool.blocks[block_id] for block_id in chosen])
+
+    @precondition(lambda self: self.free)
+    @rule(data=st.data())
+    def free_again(self, data: st.DataObject) -> None:
+        block = self.pool.blocks[data.draw(st.sampled_from(self.free))]
+        with pytest.raises(ValueError, match="freed twice"):
+            self.pool.free_blocks([block])
+
+    @precondition(lambda self: set(self.refs) - set(self.held))
+    @rule(data=st.data(), name=st.sampled_from(["a", "a2", "b", "b2", "c"]), provisional=st.booleans())
+    def cache_full_block(self, data: st.DataObject, name: str, provisional: bool) -> None:
+        block_id = data.draw(st.sampled_from(sorted(set(self.refs) - set(self.held))))
+        step = 0
+        if provisional:
+            if not self.outstanding:
+                self.outstanding.append(self.next_step)
+                self.next_step += 1
+            step = self.outstanding[-1]
+        collides = any(held[0] == name[0] and held != name for held in self.held.values())
+        content = self.pool.cache_full_block(
+            self.pool.blocks[block_id], self._hash(name), None, name.encode(), b"", provisional_step=step
+        )
+        assert (content is None) == collides
+        if not collides:
+            self.held[block_id] = name
+            self.order.append(block_id)
+            if step:
+                self.steps[block_id] = step
+
+    @rule()
+    def begin_step(self) -> None:
+        self.outstanding.append(self.next_step)
+        self.next_step += 1
+
+    @precondition(lambda self: self.outstanding)
+    @rule()
+    def commit_step(self) -> None:
+        step = self.outstanding.pop(0)
+        expected = {block_id for block_id, provisional in self.steps.items() if provisional == step}
+        assert set(block_ids(self.pool.commit_step(step))) == expected
+        for block_id in expected:
+            del self.steps[block_id]
+
+    @rule()
+    def forget_provisional(self) -> None:
+        assert self.pool.forget_provisional() == len(self.steps)
+        for block_id in list(self.steps):
+            self._uncache(block_id)
+        self.outstanding.clear()
+
+    @rule(name=st.sampled_from(["a", "a2", "b", "b2", "c"]))
+    def look_up_and_touch(self, name: str) -> None:
+        holders = [block_id for block_id in self.order if self.held[block_id] == name]
+        block = self.pool.get_cached_block(self._hash(name), None, name.encode(), b"")
+        assert (block.block_id if block else None) == (holders[0] if holders else None)
+        if block is not None:
+            self.pool.touch([block])
+            self.refs[block.block_id] = self.refs.get(block.block_id, 0) + 1
+            if block.block_id in self.free:
+                self.free.remove(block.block_id)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def distrust(self, data: st.DataObject) -> None:
+        block_id = data.draw(st.sampled_from(sorted(self.held)))
+        expected = {other for other, name in self.held.items() if name == self.held[block_id]}
+        assert set(block_ids(self.pool.distrust([self.pool.blocks[block_id]]))) == expected
+        for other in expected:
+            self._uncache(other)
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        assert block_ids(self.pool.reset_prefix_cache()) == sorted(self.held)
+        for block_id in list(self.held):
+            self._uncache(block_id)
+        self.outstanding.clear()
+
+    @invariant()
+    def is_the_model(self) -> None:
+        assert block_ids(self.pool.free_block_queue) == self.free
+        assert {block.block_id: block.ref_cnt for block in self.pool.blocks if block.ref_cnt} == self.refs
+        assert {
+            block.block_id: block.content.token_bytes.decode() for block in self.pool.blocks if block.content
+        } == self.held
+        assert {
+            block.block_id: block.provisional_step for block in self.pool.blocks if block.provisional_step
+        } == self.steps
+        assert self.pool.num_cached_blocks == len(self.held)
+        tables = [[self.pool.blocks[block_id]] * count for block_id, count in self.refs.items()]
+        self.pool.check_integrity(tables)
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
