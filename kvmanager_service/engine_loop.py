@@ -329,6 +329,7 @@ class EngineLoop:
             self._scheduler.update(read_execute_response(response))
         except BadResultError as error:
             raise ExecutorLostError(str(error)) from error
+        self._failures = 0
 
     def _publish(self) -> None:
         """Hand outputs to their sinks; a sink that finds a stop string ends its request."""

@@ -23,7 +23,7 @@ from kvmanager_service.request_stream import RequestStream
 __all__ = ["ManyStream", "OutputStream"]
 
 
-MAX_UNREAD = 10_000
+MAX_UNREAD = 4_000
 """Requests whose output or error a GenerateMany reader may leave unread before no more orders of it are taken."""
 
 

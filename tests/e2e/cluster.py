@@ -194,6 +194,60 @@ class Cluster:
         return process
 
 
+class Proxy:
+    """A TCP relay before an executor, whose connections can be cut while both ends live; a context manager.
+
+    Attributes:
+        port: where it listens.
+        target: host:port to relay to, once known.
+    """
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.target: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._relays: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server
+
+    async def __aenter__(self) -> Proxy:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        await self.cut()
+
+    async def cut(self) -> None:
+        """Break every connection."""
+        relays = list(self._relays)
+        for relay in relays:
+            relay.cancel()
+        await asyncio.gather(*relays, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        relay = asyncio.create_task(self._relay(reader, writer))
+        self._relays.add(relay)
+        relay.add_done_callback(self._relays.discard)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers = [writer]
+        try:
+            host, _, port = (await self.target).rpartition(":")
+            other_reader, other_writer = await asyncio.open_connection(host, int(port))
+            writers.append(other_writer)
+            await asyncio.gather(_pump(reader, other_writer), _pump(other_reader, writer))
+        finally:
+            for end in writers:
+                end.transport.abort()
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(65_536):
+        writer.write(data)
+        await writer.drain()
+    raise ConnectionResetError
+
+
 def executor_address(executor: ServiceProcess) -> str:
     """Where an executor listens."""
     return str(executor.wait_event("executor_listening")["address"])

@@ -9,11 +9,12 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
-from cluster import Cluster, environment, eventually, executor_address, serving, settled, used_blocks
+from cluster import Cluster, Proxy, environment, eventually, executor_address, serving, settled, used_blocks
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvplane_client import (
     NO_RETRY,
@@ -129,6 +130,33 @@ async def test_executor_killed_and_restarted_streams_go_on_unharmed(cluster: Clu
     assert not retries, "clients notice nothing"
     assert stats.reschedules > 0
     assert stats.requests_finished == {"length": len(jobs)}
+
+
+async def test_connection_cut_executor_alive_streams_go_on_from_its_cache(cluster: Cluster) -> None:
+    """Steps are lost on the way, the cache is not: what they would have filled must not be taken for filled."""
+    async with Proxy() as proxy:
+        # Long prompts in small chunks, so that the lost steps fill blocks, two of them at a time.
+        cluster.start_manager(max_num_batched_tokens=256)
+        executor = cluster.start_executor(wait=False, sim_step_ms=10, advertise_address=f"127.0.0.1:{proxy.port}")
+        proxy.target.set_result(executor_address(executor))
+        await cluster.manager.logged("executor_active")
+        jobs = random_jobs(random.Random(23), 48, prompt=(500, 2_000), output=(20, 60))
+        async with cluster.client() as client:
+            async with Running(client, jobs) as running:
+                for cuts in range(1, 16):
+                    steps = (await client.get_stats()).steps
+                    await eventually(partial(has_run, client, steps + 8), "steps that succeed")
+                    await proxy.cut()
+                    await cluster.manager.logged("executor_active", cuts + 1)
+                assert running.unfinished
+                await running.finished()
+            stats = await settled(client)
+    assert stats.steps_failed >= 15
+    assert len(cluster.manager.events("kv_cache_ready")) == 1, "the cache was kept all the time"
+
+
+async def has_run(client: AsyncClient, steps: int) -> bool:
+    return (await client.get_stats()).steps >= steps
 
 
 async def test_executor_killed_standby_takes_over(cluster: Cluster) -> None:
