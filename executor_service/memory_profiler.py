@@ -99,13 +99,16 @@ def total_memory(device: torch.device, memory_limit: int | None) -> int:
         memory_limit: the limit that was set; only for CPU.
 
     Returns:
-        The device's memory; on CPU the limit, or the smaller of the machine's memory and the cgroup's limit.
+        The device's memory; on CPU the limit, or the smaller of the cgroup's limit and of what this process holds and
+        the machine can still give: what other processes hold is not ours to count on.
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     if memory_limit is not None:
         return memory_limit
-    return min([psutil.virtual_memory().total, *_cgroup_limits()])
+    own = psutil.Process().memory_info()
+    anonymous = own.rss - getattr(own, "shared", 0)  # pages of mapped files count as available already
+    return min([psutil.virtual_memory().available + anonymous, *_cgroup_limits()])
 
 
 def _cgroup_limits(proc: Path = _SELF, root: Path = Path("/sys/fs/cgroup")) -> list[int]:

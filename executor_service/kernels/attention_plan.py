@@ -78,6 +78,22 @@ class PrefillRow:
     slots: torch.Tensor | None
 
 
+class GatherWorkspace:
+    """Where a group's K and V are gathered: one pair of buffers for all groups and layers of a step.
+
+    Made anew for each gather, memory of this size would be mapped and faulted in each time.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def take(self, rows: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two buffers with the width of `like`; what they held is lost. Shape: (rows, width)."""
+        if self._buffers is None or len(self._buffers[0]) < rows:
+            self._buffers = (like.new_empty((rows, like.shape[1])), like.new_empty((rows, like.shape[1])))
+        return self._buffers[0][:rows], self._buffers[1][:rows]
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
     """All that attention needs of one step, the same for every layer. Shape: write_slots (T,)."""
@@ -87,6 +103,7 @@ class AttentionPlan:
     prefill: list[PrefillRow]
     block_size: int
     limits: AttentionLimits
+    workspace: GatherWorkspace
 
 
 def plan_attention(
@@ -131,7 +148,7 @@ def plan_attention(
             slots = torch.from_numpy(slots_of(table, lens, context, block_size)).to(device)
         prefill.append(PrefillRow(int(query_indptr[row]), int(query_indptr[row + 1]), context, slots))
     write_slots = torch.from_numpy(np.array(slot_mapping, dtype=np.int64)).to(device)
-    return AttentionPlan(write_slots, decode, prefill, block_size, limits)
+    return AttentionPlan(write_slots, decode, prefill, block_size, limits, GatherWorkspace())
 
 
 def _similar_rows(rows: Int64, seq_lens: Int32, gather_tokens: int) -> Iterator[Int64]:

@@ -48,15 +48,11 @@ def paged_attention(
     kv_heads = key.shape[1]
     if len(plan.decode) == 1 and not plan.prefill:
         # One group keeps the rows' own order: nothing to permute.
-        return _attend_decode(
-            query, keys, values, plan.decode[0], block_size=plan.block_size, kv_heads=kv_heads, scaling=scaling
-        )
+        return _attend_decode(query, keys, values, plan.decode[0], plan=plan, kv_heads=kv_heads, scaling=scaling)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for group in plan.decode:
         rows = query.index_select(0, group.tokens)
-        result = _attend_decode(
-            rows, keys, values, group, block_size=plan.block_size, kv_heads=kv_heads, scaling=scaling
-        )
+        result = _attend_decode(rows, keys, values, group, plan=plan, kv_heads=kv_heads, scaling=scaling)
         out.index_copy_(0, group.tokens, result)
     for row in plan.prefill:
         own = slice(row.start, row.end)
@@ -74,16 +70,17 @@ def _attend_decode(
     values: torch.Tensor,
     group: DecodeGroup,
     *,
-    block_size: int,
+    plan: AttentionPlan,
     kv_heads: int,
     scaling: float,
 ) -> torch.Tensor:
     """Attention of one query token per row. Shape: query (B, H_q, D), returns the same."""
     batch, heads, dim = query.shape
-    slots = group.slots(block_size)
+    slots = group.slots(plan.block_size)
     shape = (batch, group.width, kv_heads, dim)
-    gathered_k = keys.index_select(0, slots).view(shape).transpose(1, 2)
-    gathered_v = values.index_select(0, slots).view(shape).transpose(1, 2)
+    flat_k, flat_v = plan.workspace.take(len(slots), keys)
+    gathered_k = torch.index_select(keys, 0, slots, out=flat_k).view(shape).transpose(1, 2)
+    gathered_v = torch.index_select(values, 0, slots, out=flat_v).view(shape).transpose(1, 2)
     # The query heads that share a KV head stand where query tokens would: no repeated K/V.
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, dim)
     out = scaled_dot_product_attention(grouped, gathered_k, gathered_v, attn_mask=group.mask, scale=scaling)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -91,6 +92,13 @@ def test_total_memory_with_a_limit_is_the_limit() -> None:
 def test_total_memory_without_a_limit_is_at_most_the_smallest_cgroup_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_profiler, "_cgroup_limits", lambda: [3 * MIB, 2 * MIB])
     assert total_memory(CPU, None) == 2 * MIB
+
+
+def test_total_memory_without_a_limit_leaves_out_what_other_processes_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = SimpleNamespace(total=64 * GIB, available=3 * GIB)
+    monkeypatch.setattr(memory_profiler.psutil, "virtual_memory", lambda: machine)
+    monkeypatch.setattr(memory_profiler, "_cgroup_limits", lambda: [])
+    assert 3 * GIB < total_memory(CPU, None) <= 3 * GIB + resident_bytes()
 
 
 def test_cgroup_limits_v2_takes_every_level(tmp_path: Path) -> None:
