@@ -12,6 +12,7 @@ class BlockContent:
     *is* the identity of the content, and a chain of contents is a verified prefix.
 
     Attributes:
+        serial: names the content on a block's tag, where its identity can not go: unlike a hash, never two of them.
         block_hash: finds the content; never proves it.
         parent: the content of the block before, None for a first block.
         token_bytes: the block's token ids, little-endian int32.
@@ -19,11 +20,12 @@ class BlockContent:
         blocks: the physical blocks that hold it now; empty once all were evicted.
     """
 
-    __slots__ = ("block_hash", "blocks", "extra_keys", "parent", "token_bytes")
+    __slots__ = ("block_hash", "blocks", "extra_keys", "parent", "serial", "token_bytes")
 
     def __init__(
-        self, block_hash: BlockHash, parent: BlockContent | None, token_bytes: bytes, extra_keys: bytes
+        self, serial: int, block_hash: BlockHash, parent: BlockContent | None, token_bytes: bytes, extra_keys: bytes
     ) -> None:
+        self.serial = serial
         self.block_hash = block_hash
         self.parent = parent
         self.token_bytes = token_bytes

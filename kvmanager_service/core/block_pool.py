@@ -39,6 +39,7 @@ class BlockPool:
         self.cached_block_hash_to_block: dict[BlockHash, BlockContent] = {}
         self.num_cached_blocks = 0
         self.num_evictions = 0
+        self.next_serial = 1
         self._provisional: dict[int, list[tuple[KVCacheBlock, BlockContent, int]]] = {}
 
     @property
@@ -116,6 +117,7 @@ class BlockPool:
         *,
         provisional_step: int = 0,
         owner: int = -1,
+        serial: int = 0,
     ) -> BlockContent | None:
         """Make a full block findable.
 
@@ -127,6 +129,7 @@ class BlockPool:
             extra_keys: its extra keys.
             provisional_step: the step that fills it, or 0 when it is filled already.
             owner: whose step row fills it, for `provisional_blocks_of`.
+            serial: the content's, when it had one before; 0 for the next.
 
         Returns:
             The content, or None when another content has this hash: then the block stays uncached.
@@ -138,7 +141,8 @@ class BlockPool:
             self._forget((content,))
             content = None
         if content is None:
-            content = BlockContent(block_hash, parent, token_bytes, extra_keys)
+            content = BlockContent(serial or self.next_serial, block_hash, parent, token_bytes, extra_keys)
+            self.next_serial += not serial
             self.cached_block_hash_to_block[block_hash] = content
         elif not content.is_same(parent, token_bytes, extra_keys):
             return None
@@ -221,6 +225,8 @@ class BlockPool:
         parent: BlockContent | None,
         token_bytes: bytes,
         extra_keys: bytes,
+        *,
+        serial: int = 0,
     ) -> BlockContent | None:
         """Take over a block that an executor still holds from an earlier manager.
 
@@ -234,7 +240,7 @@ class BlockPool:
         if block_id == NULL_BLOCK_ID or block.ref_cnt or block.content is not None:
             return None
         self.touch((block,))
-        content = self.cache_full_block(block, block_hash, parent, token_bytes, extra_keys)
+        content = self.cache_full_block(block, block_hash, parent, token_bytes, extra_keys, serial=serial)
         self.free_blocks((block,))
         return content
 

@@ -3,28 +3,30 @@
 Station: encoded into steps by `step_message`, decoded by `executor_client` when it finds a filled cache. An
 executor never looks inside.
 
-    version (1 byte) | parent hash (16) | block hash (16) | length of extra keys (4) | extra keys | tokens
+    version (1 byte) | serial (8) | parent's serial (8) | block hash (16) | length of extra keys (4) | extra keys
+    | tokens
 """
 
 from __future__ import annotations
 
 from kvmanager_service.core.block import BlockContent
-from kvmanager_service.core.block_hash import NONE_HASH
 from kvmanager_service.core.kv_cache_manager import TaggedBlock
 
-TAG_VERSION = 1
+TAG_VERSION = 2
 MAX_TAG_BYTES = 4096
-_FIXED_BYTES = 1 + 16 + 16 + 4
+_FIXED_BYTES = 1 + 8 + 8 + 16 + 4
+_END_OF_SERIALS = 1 << 63
 
 
 def encode_tag(content: BlockContent) -> bytes:
     """Note everything needed to prove the content again. Empty when it would be longer than an executor keeps."""
-    parent_hash = content.parent.block_hash if content.parent is not None else NONE_HASH
+    parent_serial = 0 if content.parent is None else content.parent.serial
     extra = content.extra_keys
     tag = b"".join(
         (
             bytes((TAG_VERSION,)),
-            parent_hash,
+            content.serial.to_bytes(8, "little"),
+            parent_serial.to_bytes(8, "little"),
             content.block_hash,
             len(extra).to_bytes(4, "little"),
             extra,
@@ -38,7 +40,8 @@ def decode_tag(block_id: int, tag: bytes) -> TaggedBlock | None:
     """Read a tag. None when it is not one of this version: the block is then not adopted."""
     if len(tag) < _FIXED_BYTES or tag[0] != TAG_VERSION:
         return None
+    serial, parent_serial = int.from_bytes(tag[1:9], "little"), int.from_bytes(tag[9:17], "little")
     extra_end = _FIXED_BYTES + int.from_bytes(tag[33:37], "little")
-    if extra_end > len(tag):
+    if extra_end > len(tag) or max(serial, parent_serial) >= _END_OF_SERIALS:
         return None
-    return TaggedBlock(block_id, tag[17:33], tag[1:17], tag[extra_end:], tag[_FIXED_BYTES:extra_end])
+    return TaggedBlock(block_id, tag[17:33], serial, parent_serial, tag[extra_end:], tag[_FIXED_BYTES:extra_end])

@@ -10,18 +10,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
-from kvmanager_service.core.block_hash import NONE_HASH, BlockHash, HashFunction, default_hash, hash_block_tokens
+from kvmanager_service.core.block_hash import BlockHash, HashFunction, default_hash, hash_block_tokens
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.request import TOKEN_BYTES, Request
 
 
 @dataclass(frozen=True, slots=True)
 class TaggedBlock:
-    """A block an executor holds, with what an earlier manager noted on it; see `block_tag`."""
+    """A block an executor holds, with what an earlier manager noted on it; see `block_tag`.
+
+    `serial` and `parent_serial` are those of `BlockContent`, the latter 0 for a first block.
+    """
 
     block_id: int
     block_hash: BlockHash
-    parent_hash: BlockHash
+    serial: int
+    parent_serial: int
     token_bytes: bytes
     extra_keys: bytes
 
@@ -180,38 +184,44 @@ class KVCacheManager:
     def adopt(self, tagged: Iterable[TaggedBlock]) -> int:
         """Take over blocks that an executor still holds; each must hash to what its tag says and have its parent here.
 
+        A parent is named by its serial: another content with the same hash may have taken its place.
+
         Returns:
             How many blocks were adopted. The others stay free and empty.
         """
         if not self.enable_caching:
             return 0
-        children: dict[BlockHash, list[TaggedBlock]] = {}
+        children: dict[int, list[TaggedBlock]] = {}
         for tag in tagged:
-            if self._is_sound(tag):
-                children.setdefault(tag.parent_hash, []).append(tag)
+            self.pool.next_serial = max(self.pool.next_serial, tag.serial + 1, tag.parent_serial + 1)
+            children.setdefault(tag.parent_serial, []).append(tag)
         adopted: list[KVCacheBlock] = []
-        level: list[tuple[BlockHash, BlockContent | None]] = [(NONE_HASH, None)]
+        level: dict[int, BlockContent | None] = {0: None}
         while level:
-            following: dict[BlockHash, BlockContent] = {}
-            for parent_hash, parent in level:
-                for tag in children.pop(parent_hash, ()):
-                    content = self.pool.adopt(tag.block_id, tag.block_hash, parent, tag.token_bytes, tag.extra_keys)
+            following: dict[int, BlockContent | None] = {}
+            for parent_serial, parent in level.items():
+                for tag in children.pop(parent_serial, ()):
+                    content = self._adopt_block(tag, parent)
                     if content is not None:
                         adopted.append(self.pool.blocks[tag.block_id])
-                        following[content.block_hash] = content
-            level = list(following.items())
+                        following.setdefault(tag.serial, content)
+            level = following
         adopted.reverse()
         self.pool.touch(adopted)
         self.pool.free_blocks(adopted)
         return len(adopted)
 
-    def _is_sound(self, tag: TaggedBlock) -> bool:
-        return (
+    def _adopt_block(self, tag: TaggedBlock, parent: BlockContent | None) -> BlockContent | None:
+        parent_hash = None if parent is None else parent.block_hash
+        is_sound = (
             0 < tag.block_id < len(self.pool.blocks)
+            and tag.serial > 0
             and len(tag.token_bytes) == self.block_size * TOKEN_BYTES
-            and hash_block_tokens(self.hash_function, tag.parent_hash, tag.token_bytes, tag.extra_keys)
-            == tag.block_hash
+            and hash_block_tokens(self.hash_function, parent_hash, tag.token_bytes, tag.extra_keys) == tag.block_hash
         )
+        if not is_sound:
+            return None
+        return self.pool.adopt(tag.block_id, tag.block_hash, parent, tag.token_bytes, tag.extra_keys, serial=tag.serial)
 
     def _update_hashes(self, request: Request) -> None:
         hashes = request.block_hashes

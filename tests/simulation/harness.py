@@ -78,6 +78,7 @@ class SimExecutor:
     def break_stream(self) -> None:
         """What is queued is not run."""
         self.queue.clear()
+        self.backend.rows_to_fail = []
         self.last_sampled = np.empty(0, np.int32)
 
 

@@ -244,7 +244,9 @@ def adopted_without_their_parents(patch: pytest.MonkeyPatch) -> None:
         count = 0
         for tag in tagged:
             # Any block is taken for a first one.
-            content = self.pool.adopt(tag.block_id, tag.block_hash, None, tag.token_bytes, tag.extra_keys)  # type: ignore[attr-defined]
+            content = self.pool.adopt(
+                tag.block_id, tag.block_hash, None, tag.token_bytes, tag.extra_keys, serial=tag.serial
+            )  # type: ignore[attr-defined]
             count += content is not None
         return count
 

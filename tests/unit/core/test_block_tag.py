@@ -6,15 +6,15 @@ from kvmanager_service.core.kv_cache_manager import TaggedBlock
 from tests.unit.core.builders import token_bytes
 
 TOKENS = token_bytes([1, 2, 3, -1])
-ROOT = BlockContent(b"r" * 16, None, TOKENS, b"salt")
-CHILD = BlockContent(b"c" * 16, ROOT, TOKENS[::-1], b"")
+ROOT = BlockContent(5, b"r" * 16, None, TOKENS, b"salt")
+CHILD = BlockContent(6, b"c" * 16, ROOT, TOKENS[::-1], b"")
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (ROOT, TaggedBlock(7, b"r" * 16, bytes(16), TOKENS, b"salt")),
-        (CHILD, TaggedBlock(7, b"c" * 16, b"r" * 16, TOKENS[::-1], b"")),
+        (ROOT, TaggedBlock(7, b"r" * 16, 5, 0, TOKENS, b"salt")),
+        (CHILD, TaggedBlock(7, b"c" * 16, 6, 5, TOKENS[::-1], b"")),
     ],
 )
 def test_tag_written_and_read_is_the_same(content: BlockContent, expected: TaggedBlock) -> None:
@@ -24,8 +24,8 @@ def test_tag_written_and_read_is_the_same(content: BlockContent, expected: Tagge
 def test_encode_tag_longer_than_an_executor_keeps_is_empty() -> None:
     tag = encode_tag(ROOT)
     room = MAX_TAG_BYTES - len(tag)
-    assert len(encode_tag(BlockContent(b"r" * 16, None, TOKENS, b"salt" + bytes(room)))) == MAX_TAG_BYTES
-    assert encode_tag(BlockContent(b"r" * 16, None, TOKENS, b"salt" + bytes(room + 1))) == b""
+    assert len(encode_tag(BlockContent(5, b"r" * 16, None, TOKENS, b"salt" + bytes(room)))) == MAX_TAG_BYTES
+    assert encode_tag(BlockContent(5, b"r" * 16, None, TOKENS, b"salt" + bytes(room + 1))) == b""
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,9 @@ def test_encode_tag_longer_than_an_executor_keeps_is_empty() -> None:
         bytes((TAG_VERSION + 1,)) + encode_tag(ROOT)[1:],
         encode_tag(ROOT)[:36],
         encode_tag(ROOT)[:33] + (1 << 31).to_bytes(4, "little") + encode_tag(ROOT)[37:],
+        encode_tag(ROOT)[:8] + b"\x80" + encode_tag(ROOT)[9:],
     ],
-    ids=["empty", "other version", "cut", "keys beyond the end"],
+    ids=["empty", "other version", "cut", "keys beyond the end", "serial beyond the end"],
 )
 def test_decode_tag_not_one_of_ours_is_none(tag: bytes) -> None:
     assert decode_tag(7, tag) is None

@@ -1,3 +1,6 @@
+import dataclasses
+from collections.abc import Iterable
+
 import pytest
 
 from kvmanager_service.core.block_hash import default_hash, hash_block_tokens
@@ -21,8 +24,10 @@ def tag_of(kv: KVCacheManager, block_id: int) -> TaggedBlock:
     """What an executor would say it holds in a cached block."""
     content = kv.pool.blocks[block_id].content
     assert content is not None
-    parent = bytes(16) if content.parent is None else content.parent.block_hash
-    return TaggedBlock(block_id, content.block_hash, parent, content.token_bytes, content.extra_keys)
+    parent_serial = 0 if content.parent is None else content.parent.serial
+    return TaggedBlock(
+        block_id, content.block_hash, content.serial, parent_serial, content.token_bytes, content.extra_keys
+    )
 
 
 @pytest.mark.parametrize(("num_tokens", "blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
@@ -305,18 +310,34 @@ def test_adopt_duplicate_content_keeps_both_blocks() -> None:
     kv.check_integrity([])
 
 
+def make_tag(
+    token_ids: Iterable[int] = range(4),
+    *,
+    block_id: int = 1,
+    serial: int = 1,
+    parent: TaggedBlock | None = None,
+    extra_keys: bytes = b"",
+) -> TaggedBlock:
+    """A sound tag."""
+    tokens = token_bytes(token_ids)
+    block_hash = hash_block_tokens(default_hash, parent.block_hash if parent else None, tokens, extra_keys)
+    return TaggedBlock(block_id, block_hash, serial, parent.serial if parent else 0, tokens, extra_keys)
+
+
 @pytest.mark.parametrize(
     "forged",
     [
-        TaggedBlock(1, b"x" * 16, bytes(16), token_bytes(range(4)), b""),  # a hash that is not the tokens'
-        TaggedBlock(0, default_hash(bytes(16) + token_bytes(range(4))), bytes(16), token_bytes(range(4)), b""),
-        TaggedBlock(11, default_hash(bytes(16) + token_bytes(range(4))), bytes(16), token_bytes(range(4)), b""),
-        TaggedBlock(-1, default_hash(bytes(16) + token_bytes(range(4))), bytes(16), token_bytes(range(4)), b""),
-        TaggedBlock(1, default_hash(bytes(16) + token_bytes(range(8))), bytes(16), token_bytes(range(8)), b""),
-        TaggedBlock(1, default_hash(bytes(16) + token_bytes(range(2))), bytes(16), token_bytes(range(2)), b""),
-        TaggedBlock(1, default_hash(b"p" * 16 + token_bytes(range(4))), b"p" * 16, token_bytes(range(4)), b""),
+        dataclasses.replace(make_tag(), block_hash=b"x" * 16),
+        make_tag(block_id=0),
+        make_tag(block_id=11),
+        make_tag(block_id=-1),
+        make_tag(range(8)),
+        make_tag(range(2)),
+        make_tag(serial=2, parent=make_tag()),
+        make_tag(serial=0),
+        dataclasses.replace(make_tag(), parent_serial=1),
     ],
-    ids=["hash", "null block", "beyond the pool", "negative", "longer", "shorter", "unknown parent"],
+    ids=["hash", "null", "beyond", "negative", "longer", "shorter", "unknown parent", "no serial", "own parent"],
 )
 def test_adopt_forged_tag_is_left_alone(forged: TaggedBlock) -> None:
     kv = make_kv(block_size=4)
@@ -326,23 +347,31 @@ def test_adopt_forged_tag_is_left_alone(forged: TaggedBlock) -> None:
 
 
 def test_adopt_one_block_tagged_twice_is_adopted_once() -> None:
-    tokens = (token_bytes(range(4)), token_bytes(range(4, 8)))
-    tags = [TaggedBlock(1, hash_block_tokens(default_hash, None, one), bytes(16), one, b"") for one in tokens]
     kv = make_kv(block_size=4)
-    assert kv.adopt(tags) == 1
+    assert kv.adopt([make_tag(range(4)), make_tag(range(4, 8), serial=2)]) == 1
     kv.check_integrity([])
 
 
-def test_adopt_keys_in_a_later_block_are_never_hit() -> None:
-    first, second = token_bytes(range(4)), token_bytes(range(4, 8))
-    root = hash_block_tokens(default_hash, None, first)
+def test_adopt_serial_of_two_contents_leads_children_to_their_own_parent_or_nowhere() -> None:
+    first, second = make_tag(range(4)), make_tag(range(50, 54), block_id=2)
+    child = make_tag(range(4, 8), block_id=3, serial=2, parent=second)
     kv = make_kv(block_size=4)
-    kv.adopt(
-        [
-            TaggedBlock(1, root, bytes(16), first, b""),
-            TaggedBlock(2, hash_block_tokens(default_hash, root, second, b"keys"), root, second, b"keys"),
-        ]
-    )
+    assert kv.adopt([first, second, child]) == 2, "the serial is taken to be the first's, and the child's hash is not"
+    kv.check_integrity([])
+
+
+def test_adopt_new_contents_get_serials_that_no_tag_has_spoken_of() -> None:
+    kv = make_kv(block_size=4)
+    kv.adopt([make_tag(serial=7), make_tag(serial=3, parent=make_tag(range(8, 12), serial=9))])
+    request = make_request("a", 8)
+    compute(kv, request)
+    assert [content.serial for content in request.contents] == [10, 11]
+
+
+def test_adopt_keys_in_a_later_block_are_never_hit() -> None:
+    root = make_tag(range(4))
+    kv = make_kv(block_size=4)
+    assert kv.adopt([root, make_tag(range(4, 8), block_id=2, serial=2, parent=root, extra_keys=b"keys")]) == 2
     assert block_ids(kv.get_computed_blocks(make_request("a", range(9)))) == [1]
 
 
@@ -362,3 +391,19 @@ def test_check_integrity_more_computed_than_the_table_holds_raises() -> None:
     request.num_computed_tokens = 9
     with pytest.raises(AssertionError, match="too few blocks"):
         kv.check_integrity([request])
+
+
+def test_adopt_child_of_an_evicted_parent_is_not_given_to_another_with_the_same_hash() -> None:
+    """Two first blocks with one hash. The first is gone from the executor, its child is not; the second took over."""
+    old = make_kv(block_size=4, hash_function=lambda data: default_hash(data[:16] + data[20:]))
+    gone = make_request("gone", [1, 2, 3, 4, 5, 6, 7, 8, 0])
+    compute(old, gone)
+    child = tag_of(old, gone.blocks[1].block_id)
+    old.free(gone)
+    old.pool.distrust([old.pool.blocks[1]])
+    other = make_request("other", [9, 2, 3, 4, 0])
+    compute(old, other)
+    assert other.block_hashes[0] == gone.block_hashes[0]
+    kv = make_kv(block_size=4, hash_function=old.hash_function)
+    kv.adopt([tag_of(old, other.blocks[0].block_id), child])
+    assert len(kv.get_computed_blocks(make_request("x", [9, 2, 3, 4, 5, 6, 7, 8, 0]))) == 1
