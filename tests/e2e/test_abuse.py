@@ -18,6 +18,8 @@ from cluster import Cluster, eventually, executor_address, settled
 from kvplane.common.v1 import common_pb2
 from kvplane.executor.v1 import executor_service_pb2 as executor_pb
 from kvplane.executor.v1 import executor_service_pb2_grpc as executor_grpc
+from kvplane.kvmanager.v1 import executor_registry_service_pb2 as registry_pb
+from kvplane.kvmanager.v1 import executor_registry_service_pb2_grpc as registry_grpc
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 from kvplane.kvmanager.v1 import inference_service_pb2_grpc as pb_grpc
 from kvplane.kvmanager.v1 import kv_manager_service_pb2 as manager_pb
@@ -282,6 +284,33 @@ async def test_manager_calls_bad_arguments_get_typed_errors(abused: Cluster) -> 
             assert (error.code, error.reason) == (code, reason)
 
 
+@pytest.mark.usefixtures("bystander")
+async def test_register_bad_arguments_get_typed_errors_and_an_unreachable_address_is_shown(
+    client: AsyncClient, abused: Cluster
+) -> None:
+    async with grpc.aio.insecure_channel(abused.address) as channel:
+        stub: Any = registry_grpc.ExecutorRegistryServiceStub(channel)
+
+        async def register(executor_id: str, address: str) -> tuple[grpc.StatusCode, str]:
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await stub.Register(registry_pb.RegisterRequest(executor_id=executor_id, address=address))
+            error = error_from_rpc(failure.value)
+            return error.code, error.reason
+
+        for address in ("", "host", "host:", "host:0", "host:65536", "http://host:1", "x" * 100_000):
+            assert await register("fake", address) == (INVALID, "INVALID_PARAMETER")
+        for executor_id in ("", "x" * 129):
+            assert await register(executor_id, "127.0.0.1:1") == (INVALID, "INVALID_PARAMETER")
+        await stub.Register(registry_pb.RegisterRequest(executor_id="fake", address="127.0.0.1:1"))
+        assert await register("fake", "127.0.0.1:2") == (grpc.StatusCode.ALREADY_EXISTS, "EXECUTOR_ID_REUSED")
+
+    async def is_shown() -> bool:
+        errors = {info.executor_id: info.last_error for info in await client.list_executors()}
+        return "UNAVAILABLE" in (errors["fake"] or "")
+
+    await eventually(is_shown, "why the fake executor cannot be used")
+
+
 async def test_generate_row_that_cannot_be_sampled_ends_alone(cluster: Cluster) -> None:
     cluster.start(sim_vocab_size=32)
     async with cluster.client(retry=NO_RETRY) as client:
@@ -427,9 +456,9 @@ async def test_generate_reader_that_never_reads_costs_nobody_anything(client: As
 @pytest.mark.usefixtures("bystander")
 async def test_generate_many_orders_of_who_never_reads_are_taken_no_more(abused: Cluster) -> None:
     resident = abused.manager.resident_bytes()
-    async with inference(abused) as stub:
+    async with inference(abused, **{"http2.bdp_probe": 0}) as stub:
         call = stub.GenerateMany()
-        order = pb.GenerateManyRequest(generate=prompt([1] * 1_000))  # without an id: an error that is never read
+        order = pb.GenerateManyRequest(generate=prompt([1] * 2_000))  # without an id: an error that is never read
         written = 0
 
         async def write_for_ever() -> None:
