@@ -21,7 +21,8 @@ from kvmanager_service.core.block_hash import default_hash, hash_block_tokens
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import NewRequest, Request, StopRules
-from kvmanager_service.core.scheduler import Scheduler, SchedulerConfig
+from kvmanager_service.core.scheduler import Scheduler
+from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import Step, StepResult
 from kvmanager_service.step_message import build_execute_request
 

@@ -22,7 +22,8 @@ from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.errors import CoreError
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import NewRequest
-from kvmanager_service.core.scheduler import Scheduler, SchedulerConfig
+from kvmanager_service.core.scheduler import Scheduler
+from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import BadResultError
 from kvmanager_service.engine_api import BlockView, EngineStats, ManagerState, ModelView, OutputSink, RequestView
 from kvmanager_service.engine_views import BlockViews, engine_stats, request_views

@@ -32,7 +32,7 @@ def engine_stats(uptime_seconds: float, state: ManagerState, scheduler: Schedule
         ),
         requests_waiting=len(scheduler.waiting),
         requests_running=len(scheduler.running),
-        requests_finished=dict(stats.finished),
+        requests_finished=dict(scheduler.book.num_finished),
         steps=stats.steps,
         steps_failed=stats.steps_failed,
         tokens_computed=stats.tokens_computed,
@@ -55,7 +55,7 @@ def request_views(scheduler: Scheduler, now: float, *, include_finished: bool) -
     """
     requests = list(scheduler.requests.values())
     if include_finished:
-        requests += scheduler.finished
+        requests += scheduler.book.finished
     return [_request_view(request, now) for request in sorted(requests, key=lambda request: request.arrival_seq)]
 
 

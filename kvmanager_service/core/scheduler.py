@@ -1,6 +1,7 @@
 """Who computes what in the next step, and what follows from a step's result.
 
-Station: called by `EngineLoop` (live), by the simulation and by replay; calls `KVCacheManager` and a `RequestQueue`.
+Station: called by `EngineLoop` (live), by the simulation and by replay; calls `KVCacheManager` for blocks and
+`RequestBook` for where requests stand.
 
     add_request ─▶ waiting ─schedule: admit▶ running ─update: token▶ … ─update: stop▶ finished
                       ▲                         │
@@ -17,74 +18,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.errors import (
     CoreError,
-    DuplicateRequestError,
     InvalidRequestError,
     PoolExhaustedError,
     PoolInUseError,
-    QueueFullError,
     RowFailedError,
-    UnknownRequestError,
 )
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
-from kvmanager_service.core.request import (
-    FinishReason,
-    NewRequest,
-    Request,
-    RequestOutput,
-    RequestStatus,
-)
-from kvmanager_service.core.request_queue import POLICIES
-from kvmanager_service.core.step import BadResultError, ScheduledRow, SchedulerStats, Step, StepResult
+from kvmanager_service.core.request import FinishReason, NewRequest, Request, RequestOutput, RequestStatus
+from kvmanager_service.core.request_book import RequestBook
+from kvmanager_service.core.scheduler_config import SchedulerConfig
+from kvmanager_service.core.step import BadResultError, ScheduledRow, SchedulerStats, Step, StepResult, check_result
 
 MAX_FAILED_STEPS = 3
 """A request that was in the first lost step this many times in a row is ended: it may be what breaks the executor."""
-
-KEPT_FINISHED = 256
-"""How many ended requests are kept, for those who want to look at them."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Limits of the scheduler.
-
-    Attributes:
-        policy: a name in `request_queue.POLICIES`.
-        max_num_batched_tokens: most tokens computed in a step.
-        max_num_seqs: most requests running.
-        max_waiting: most requests waiting for their first admission; preempted ones may exceed it.
-        long_prefill_token_threshold: most tokens of one request in a step; 0 is no limit.
-        watermark: share of the pool that an admission must leave free while others run, in [0, 1).
-        max_outstanding: most steps without a result: 2 keeps one queued ahead, 1 does not. Not more: a row can be fed
-            by the step right before it only.
-    """
-
-    policy: str = "fcfs"
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 256
-    max_waiting: int = 1000
-    long_prefill_token_threshold: int = 0
-    watermark: float = 0.01
-    max_outstanding: int = 2
-
-    def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ValueError(f"expected policy to be one of {', '.join(POLICIES)}, got {self.policy!r}")
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"expected {name} of at least 1, got {getattr(self, name)}")
-        if self.max_outstanding not in (1, 2):
-            raise ValueError(f"expected max_outstanding of 1 or 2, got {self.max_outstanding}")
-        if self.long_prefill_token_threshold < 0:
-            raise ValueError(
-                f"expected long_prefill_token_threshold of at least 0, got {self.long_prefill_token_threshold}"
-            )
-        if not 0 <= self.watermark < 1:
-            raise ValueError(f"expected watermark in [0, 1), got {self.watermark}")
 
 
 class Scheduler:
@@ -95,25 +45,21 @@ class Scheduler:
         kv: the block tables; replaced as a whole by `replace_cache`.
 
     Invariants:
-        A request is in `waiting` or in `running` or has ended, never in two. Outputs are taken by `take_outputs`, each
-        once. Whenever something can run and fewer than max_outstanding steps are out, `schedule` returns a step or
-        ends a request with an error.
+        Outputs are taken by `take_outputs`, each once. Whenever something can run and fewer than max_outstanding steps
+        are out, `schedule` returns a step or ends a request with an error.
     """
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self.config = config
         self.kv = kv
         self.stats = SchedulerStats()
-        self.requests: dict[str, Request] = {}
-        self.waiting = POLICIES[config.policy]()
-        self.running: dict[str, Request] = {}
+        self.book = RequestBook(config)
+        self.requests = self.book.requests
+        self.waiting = self.book.waiting
+        self.running = self.book.running
         self.outstanding: deque[Step] = deque()
-        self.finished: deque[Request] = deque(maxlen=KEPT_FINISHED)
-        self._num_requeued = 0
-        self._outputs: list[RequestOutput] = []
         self._tags: list[tuple[int, BlockContent | None]] = []
         self._next_step_id = 1
-        self._next_arrival_seq = 0
 
     # --- requests come and go -------------------------------------------------------------------------------------
 
@@ -125,25 +71,14 @@ class Scheduler:
             QueueFullError: max_waiting requests wait.
             InvalidRequestError: the known sequence and one more token can never fit the pool.
         """
-        if new.request_id in self.requests:
-            raise DuplicateRequestError(
-                "REQUEST_ID_IN_USE",
-                f"expected a request_id that is not in use, got {new.request_id!r}; choose another or leave it empty",
-                request_id=new.request_id,
-            )
-        if len(self.waiting) - self._num_requeued >= self.config.max_waiting:
-            raise QueueFullError(
-                "QUEUE_FULL",
-                f"expected fewer than {self.config.max_waiting} waiting requests, got {len(self.waiting)}; "
-                "back off and try again",
-                max_waiting=self.config.max_waiting,
-            )
-        request = Request(new, self._next_arrival_seq)
+        request = self.book.new_request(new)
         self._check_can_ever_fit(request)
-        self._next_arrival_seq += 1
-        self.requests[request.request_id] = request
-        self.waiting.add(request)
+        self.book.add(request)
         return request
+
+    def check_queue(self) -> None:
+        """Raise QueueFullError when a new request would get it; asked before the work of reading a prompt."""
+        self.book.check_queue()
 
     def abort(self, request_id: str) -> None:
         """End a request, wherever it stands; its blocks are free when this returns.
@@ -151,7 +86,7 @@ class Scheduler:
         Raises:
             UnknownRequestError: it is neither waiting nor running.
         """
-        self._finish(self._known(request_id), FinishReason.ABORT)
+        self._finish(self.book.known(request_id), FinishReason.ABORT)
 
     def finish(self, request_id: str) -> None:
         """A stop string was found in a request's text: end it. No output follows; the caller has the last one.
@@ -160,16 +95,15 @@ class Scheduler:
         """
         request = self.requests.get(request_id)
         if request is not None:
-            self._finish(request, FinishReason.STOP, emit=False)
+            self._end(request, FinishReason.STOP, RequestOutput(request_id, [], []))
 
     def fail(self, request_id: str, error: CoreError) -> None:
         """End a request with an error from outside the core. Raises UnknownRequestError."""
-        self._finish(self._known(request_id), FinishReason.ERROR, error=error)
+        self._finish(self.book.known(request_id), FinishReason.ERROR, error=error)
 
     def take_outputs(self) -> list[RequestOutput]:
         """Everything that happened to requests since the last call, in order."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self.book.take_outputs()
 
     @property
     def has_work(self) -> bool:
@@ -251,11 +185,7 @@ class Scheduler:
             self._claim(row, step_id)
 
     def _start(self, request: Request) -> None:
-        self.waiting.remove(request)
-        if request.status is RequestStatus.PREEMPTED:
-            self._num_requeued -= 1
-        request.status = RequestStatus.RUNNING
-        self.running[request.request_id] = request
+        self.book.start(request)
         if not request.was_admitted:
             request.was_admitted = True
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
@@ -344,14 +274,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take a running request's blocks; it recomputes what the prefix cache will not give back."""
         self.kv.free(request)
-        request.status = RequestStatus.PREEMPTED
-        request.num_pending_tokens = 0
-        request.last_sample_index = -1
-        request.incarnation += 1
-        request.num_preemptions += 1
-        del self.running[request.request_id]
-        self.waiting.requeue(request)
-        self._num_requeued += 1
+        self.book.preempt(request)
 
     def _check_can_ever_fit(self, request: Request) -> None:
         usable = self.kv.pool.num_usable_blocks
@@ -373,7 +296,10 @@ class Scheduler:
         Raises:
             BadResultError: the result is not of the oldest outstanding step, or its columns do not fit the step.
         """
-        step = self._check_result(result)
+        if not self.outstanding:
+            raise BadResultError(f"expected no result at all, got the result of step {result.step_id}")
+        step = self.outstanding[0]
+        check_result(step, result)
         self.outstanding.popleft()
         for index in result.errors:
             self._distrust(step.rows[index], step.step_id)
@@ -392,33 +318,6 @@ class Scheduler:
             request.failed_steps = 0
             if row.sample_index >= 0:
                 self._append(request, row.sample_index, result)
-
-    def _check_result(self, result: StepResult) -> Step:
-        step = self.outstanding[0] if self.outstanding else None
-        if step is None or step.step_id != result.step_id:
-            expected = f"step {step.step_id}" if step else "no result at all"
-            raise BadResultError(f"expected {expected}, got the result of step {result.step_id}")
-        if len(result.sampled) != step.num_samples or len(result.computed_upto) != len(step.rows):
-            raise BadResultError(
-                f"expected {step.num_samples} samples and {len(step.rows)} rows for step {step.step_id}, got "
-                f"{len(result.sampled)} and {len(result.computed_upto)}"
-            )
-        for index in result.errors:
-            if not 0 <= index < len(step.rows):
-                raise BadResultError(f"expected row errors of {len(step.rows)} rows, got one of row {index}")
-        has_missing = min(result.sampled, default=0) < 0
-        for index, row in enumerate(step.rows):
-            if result.computed_upto[index] != row.stop and index not in result.errors:
-                raise BadResultError(
-                    f"expected row {index} of step {step.step_id} to be computed up to {row.stop}, got "
-                    f"{result.computed_upto[index]} and no row error"
-                )
-            if has_missing and row.sample_index >= 0 > result.sampled[row.sample_index] and index not in result.errors:
-                raise BadResultError(
-                    f"expected row {index} of step {step.step_id} to sample a token, got "
-                    f"{result.sampled[row.sample_index]} and no row error"
-                )
-        return step
 
     def _distrust(self, row: ScheduledRow, step_id: int) -> None:
         """A row failed: un-hash what it filled or read, and schedule anew whoever relies on it.
@@ -441,11 +340,10 @@ class Scheduler:
         self.stats.tokens_generated += 1
         if request.last_step_id > result.step_id:  # the token may complete a block that a later step is filling
             self.kv.cache_blocks(request, request.last_step_id)
-        output = RequestOutput(request.request_id, [token_id], [], request.num_cached_tokens)
+        output = self.book.emit(request, [token_id])
         logprobs = result.logprobs.get(sample_index)
         if logprobs is not None:
             output.logprobs.append(logprobs)
-        self._outputs.append(output)
         if token_id in request.stop.stop_token_ids and request.num_output_tokens > request.stop.min_tokens:
             output.stop_token_id = token_id
             self._end(request, FinishReason.STOP, output)
@@ -506,52 +404,21 @@ class Scheduler:
 
     # --- the end of a request -------------------------------------------------------------------------------------
 
-    def _known(self, request_id: str) -> Request:
-        request = self.requests.get(request_id)
-        if request is None:
-            raise UnknownRequestError(
-                "REQUEST_NOT_FOUND",
-                f"expected the id of a waiting or running request, got {request_id!r}; it may have finished",
-                request_id=request_id,
-            )
-        return request
-
-    def _finish(
-        self, request: Request, reason: FinishReason, *, error: CoreError | None = None, emit: bool = True
-    ) -> None:
-        output = RequestOutput(request.request_id, [], [], request.num_cached_tokens, error=error)
-        if emit:
-            self._outputs.append(output)
-        self._end(request, reason, output)
+    def _finish(self, request: Request, reason: FinishReason, *, error: CoreError | None = None) -> None:
+        self._end(request, reason, self.book.emit(request, [], error))
 
     def _end(self, request: Request, reason: FinishReason, output: RequestOutput) -> None:
-        output.finish_reason = reason
-        request.finish_reason = reason
-        self.stats.finished[reason.value] = self.stats.finished.get(reason.value, 0) + 1
-        del self.requests[request.request_id]
-        if request.status is RequestStatus.RUNNING:
-            del self.running[request.request_id]
-            request.last_block_id_bytes = bytes(request.block_id_bytes)
-            self.kv.free(request)
-        else:
-            self._num_requeued -= request.status is RequestStatus.PREEMPTED
-            self.waiting.remove(request)
-        request.status = RequestStatus.FINISHED
-        self.finished.append(request)
+        request.last_block_id_bytes = bytes(request.block_id_bytes)
+        self.kv.free(request)
+        self.book.end(request, reason, output)
 
     # --- checks ---------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Check every invariant of scheduler and pool. Raises AssertionError."""
         self.kv.check_integrity(self.running.values())
-        waiting = list(self.waiting)
-        assert len(waiting) == len(self.waiting)
-        assert len(self.requests) == len(self.running) + len(waiting), "a request is in no queue or in two"
-        assert self._num_requeued == sum(request.status is RequestStatus.PREEMPTED for request in waiting)
-        for request in waiting:
-            assert not request.blocks, f"{request!r} waits and holds blocks"
+        self.book.check_integrity()
         for request in self.running.values():
-            assert request.status is RequestStatus.RUNNING, f"{request!r} is in running"
             assert request.num_computed_tokens <= request.num_tokens + request.num_pending_tokens, f"{request!r}"
             pending = sum(
                 row.request is request and row.incarnation == request.incarnation and row.sample_index >= 0

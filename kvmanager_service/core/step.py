@@ -102,4 +102,33 @@ class SchedulerStats:
     prefix_queries: int = 0
     prefix_hits: int = 0
     blocks_evicted: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
+
+
+def check_result(step: Step, result: StepResult) -> None:
+    """Check that a result answers a step, row by row.
+
+    Raises:
+        BadResultError: it is another step's, or its columns do not fit.
+    """
+    if step.step_id != result.step_id:
+        raise BadResultError(f"expected step {step.step_id}, got the result of step {result.step_id}")
+    if len(result.sampled) != step.num_samples or len(result.computed_upto) != len(step.rows):
+        raise BadResultError(
+            f"expected {step.num_samples} samples and {len(step.rows)} rows for step {step.step_id}, got "
+            f"{len(result.sampled)} and {len(result.computed_upto)}"
+        )
+    for index in result.errors:
+        if not 0 <= index < len(step.rows):
+            raise BadResultError(f"expected row errors of {len(step.rows)} rows, got one of row {index}")
+    has_missing = min(result.sampled, default=0) < 0
+    for index, row in enumerate(step.rows):
+        if result.computed_upto[index] != row.stop and index not in result.errors:
+            raise BadResultError(
+                f"expected row {index} of step {step.step_id} to be computed up to {row.stop}, got "
+                f"{result.computed_upto[index]} and no row error"
+            )
+        if has_missing and row.sample_index >= 0 > result.sampled[row.sample_index] and index not in result.errors:
+            raise BadResultError(
+                f"expected row {index} of step {step.step_id} to sample a token, got "
+                f"{result.sampled[row.sample_index]} and no row error"
+            )

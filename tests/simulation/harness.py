@@ -18,7 +18,8 @@ from executor_service.step_response import build_response
 from kvmanager_service.core.block_tag import decode_tag
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import FinishReason
-from kvmanager_service.core.scheduler import Scheduler, SchedulerConfig
+from kvmanager_service.core.scheduler import Scheduler
+from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.step_message import build_execute_request, read_execute_response
 
 VOCAB_SIZE = 32_000

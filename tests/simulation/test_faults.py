@@ -11,7 +11,7 @@ import pytest
 
 from executor_service.backends.sim_digest import expected_tokens
 from kvmanager_service.core.request import SamplingParams
-from kvmanager_service.core.scheduler import SchedulerConfig
+from kvmanager_service.core.scheduler_config import SchedulerConfig
 from tests.simulation.chaos import Chaos
 from tests.simulation.harness import VOCAB_SIZE, World
 from tests.unit.core.builders import make_new

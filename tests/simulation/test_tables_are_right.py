@@ -7,7 +7,7 @@ import pytest
 
 from executor_service.backends.sim_digest import expected_tokens
 from kvmanager_service.core.request import FinishReason, NewRequest, SamplingParams, StopRules
-from kvmanager_service.core.scheduler import SchedulerConfig
+from kvmanager_service.core.scheduler_config import SchedulerConfig
 from tests.simulation.harness import VOCAB_SIZE, World
 
 BLOCK_SIZE = 16

@@ -11,7 +11,8 @@ from kvmanager_service.core.block_hash import HashFunction, default_hash
 from kvmanager_service.core.errors import RowFailedError
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import NewRequest, Request, RequestOutput, SamplingParams, StopRules, TokenLogprobs
-from kvmanager_service.core.scheduler import Scheduler, SchedulerConfig
+from kvmanager_service.core.scheduler import Scheduler
+from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import Step, StepResult
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from kvmanager_service.core.errors import DuplicateRequestError, InvalidRequestError, QueueFullError
 from kvmanager_service.core.request import FinishReason, RequestStatus
-from kvmanager_service.core.scheduler import SchedulerConfig
+from kvmanager_service.core.scheduler_config import SchedulerConfig
 from tests.unit.core.builders import (
     make_kv,
     make_new,

@@ -3,7 +3,7 @@
 import pytest
 
 from kvmanager_service.core.request import FinishReason, SamplingParams, TokenLogprobs
-from kvmanager_service.core.scheduler import KEPT_FINISHED
+from kvmanager_service.core.request_book import KEPT_FINISHED
 from tests.unit.core.builders import make_kv, make_new, make_result, make_scheduler, outputs_of, run_step
 
 
@@ -144,7 +144,7 @@ def test_finish_by_stop_string_ends_without_output_and_ignores_late_results() ->
     assert scheduler.take_outputs() == []
     assert request.finish_reason is FinishReason.STOP
     assert scheduler.kv.pool.num_free_blocks == scheduler.kv.pool.num_usable_blocks
-    assert scheduler.stats.finished == {"stop": 1}
+    assert scheduler.book.num_finished == {"stop": 1}
 
 
 def test_abort_between_schedule_and_result_frees_blocks_at_once_and_ignores_the_result() -> None:
@@ -166,6 +166,6 @@ def test_finished_requests_keep_their_last_table_for_a_while() -> None:
     for index in range(KEPT_FINISHED + 1):
         scheduler.add_request(make_new(f"r{index}", 5, max_tokens=1))
         run_step(scheduler)
-    assert len(scheduler.finished) == KEPT_FINISHED
-    assert scheduler.finished[0].request_id == "r1"
-    assert len(scheduler.finished[0].last_block_id_bytes) == 8
+    assert len(scheduler.book.finished) == KEPT_FINISHED
+    assert scheduler.book.finished[0].request_id == "r1"
+    assert len(scheduler.book.finished[0].last_block_id_bytes) == 8
