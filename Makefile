@@ -77,8 +77,9 @@ proto-baseline: $(INSTALLED) ## accept the contract as it is: what breaking chan
 	$(BIN)/buf build --exclude-source-info -o proto/buf-image.binpb
 
 .PHONY: bench
-bench: $(INSTALLED) ## measure the control plane and the CPU path
-	$(BIN)/python -m benchmarks
+bench: $(INSTALLED) ## measure the control plane, the split and, on SmolLM2, serving
+	@model=$${KVPLANE_TEST_MODEL:-$$($(BIN)/kvplane model pull smollm2)}; \
+	KVPLANE_TEST_MODEL="$$model" $(BIN)/python -m benchmarks
 
 .PHONY: test-compose
 test-compose: $(INSTALLED) ## build the images, bring the compose stack up, generate, restart the executor; exit 77: no engine
