@@ -15,7 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 import structlog
 
-from executor_service.backends.base import Backend, Int32, MemoryProfile, ModelInfo, RowFailure, StepResult
+from executor_service.backends.base import (
+    Backend,
+    Int32,
+    MemoryProfile,
+    ModelInfo,
+    NotEnoughMemoryError,
+    RowFailure,
+    StepResult,
+)
 from executor_service.block_tags import BlockTagStore
 from executor_service.errors import FailedPreconditionError, InvalidFieldError, NotServingError, StaleError
 from executor_service.input_batch import ParsedStep, StepLimits, fill_batch
@@ -59,6 +67,7 @@ class KvSession:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._profiles: dict[tuple[int, int], MemoryProfile] = {}
+        self._refusals: dict[tuple[int, int], NotEnoughMemoryError] = {}
         self._last_profiled: tuple[int, int] | None = None
         self._model_info: ModelInfo | None = None
         self.cache: KvState | None = None
@@ -90,7 +99,7 @@ class KvSession:
         return info
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
-        """Measure how many blocks fit; the same limits give the same answer again.
+        """Measure how many blocks fit; the same limits give the same answer again, be it a refusal.
 
         Raises:
             InvalidFieldError: a limit below 1.
@@ -100,8 +109,16 @@ class KvSession:
         for name, value in zip(("max_num_batched_tokens", "max_num_seqs"), key, strict=True):
             if value < 1:
                 raise InvalidFieldError(name, "at least 1", value)
+        if (refusal := self._refusals.get(key)) is not None:
+            # A manager tries again every second: each measurement would keep the processor busy for many.
+            raise NotEnoughMemoryError(refusal.reason, str(refusal), **refusal.metadata)
         if key not in self._profiles:
-            profile = self._backend.profile_memory(*key)
+            try:
+                profile = self._backend.profile_memory(*key)
+            except NotEnoughMemoryError as error:
+                self._refusals[key] = error
+                _log.error("memory_not_enough", error=str(error))
+                raise
             self._profiles[key] = profile
             _log.info(
                 "memory_profiled",

@@ -1,0 +1,61 @@
+"""Other architectures through the whole split: tokens of small random models are those of transformers' generate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import settled
+from kvplane_client import NO_RETRY
+from model_cluster import ModelCluster, model_cluster
+
+from tests.unit.executor.step_builder import prompt_of, reference_tokens, save_tiny_model
+
+pytestmark = pytest.mark.timeout(1800)
+
+NEW_TOKENS = 100
+PROMPT_LENGTHS = (1, 5, 16, 17, 2, 31, 9, 40, 48, 3, 64, 33, 12, 90, 7, 128)
+MIN_PREEMPTIONS = 10
+FEW_BLOCKS = 26
+"""Three sequences fit at their full length; many more do when they begin."""
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3"])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[ModelCluster, Path]]:
+    folder = save_tiny_model(tmp_path_factory.mktemp(f"{request.param}-model"), request.param)
+    with model_cluster(request, tmp_path_factory.mktemp(request.param)) as cluster:
+        cluster.start_model(
+            folder,
+            {"max_num_batched_tokens": 128, "max_num_seqs": 16},
+            num_blocks_override=FEW_BLOCKS,
+            memory_limit="2GiB",
+        )
+        yield cluster, folder
+
+
+@pytest.mark.parametrize(("lengths", "min_preemptions"), [(PROMPT_LENGTHS[:3], 0), (PROMPT_LENGTHS, MIN_PREEMPTIONS)])
+async def test_generate_random_model_equals_transformers(
+    served: tuple[ModelCluster, Path],
+    lengths: tuple[int, ...],
+    min_preemptions: int,
+) -> None:
+    cluster, folder = served
+    prompts = [prompt_of(length, seed) for seed, length in enumerate(lengths)]
+    async with cluster.client(retry=NO_RETRY) as client:
+        before = await settled(client)
+        done = await asyncio.gather(
+            *(client.generate(prompt, temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True) for prompt in prompts)
+        )
+        after = await settled(client)
+    for prompt, completion in zip(prompts, done, strict=True):
+        assert list(completion.token_ids) == reference_tokens(folder, prompt, NEW_TOKENS)
+    preemptions = after.preemptions - before.preemptions
+    print(f"{preemptions} preemptions")
+    if min_preemptions:
+        assert preemptions >= min_preemptions
+    else:
+        assert preemptions == 0
