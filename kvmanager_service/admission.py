@@ -72,6 +72,7 @@ class Admission:
         arrival_time = self._clock()
         model = self._engine.model()
         sampling = check_request(request, model)
+        self._engine.check_open()  # reading a prompt is work that a request with no chance should not cost
         prompt = await _encode(request, model)
         new = to_new_request(
             request,

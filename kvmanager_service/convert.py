@@ -214,7 +214,7 @@ def _check_resumed(resumed: array[int], stop: StopRules, model: ModelView) -> No
         expected = f"fewer than the {stop.max_tokens} tokens the request may produce"
         raise _invalid("resume_token_ids", expected, len(resumed), "the earlier stream was complete")
     _check_array("resume_token_ids", resumed, model)
-    if any(token_id in stop.stop_token_ids for token_id in resumed[max(0, stop.min_tokens - 1) :]):
+    if any(token_id in stop.stop_token_ids for token_id in resumed[stop.min_tokens :]):
         raise _invalid(
             "resume_token_ids", "tokens of an unfinished output", "a stop token", "the earlier stream was complete"
         )

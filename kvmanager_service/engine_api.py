@@ -160,6 +160,9 @@ class ModelView:
 class Engine(Protocol):
     """What servicers may ask of the engine loop."""
 
+    def check_open(self) -> None:
+        """Raise what `submit` would raise for any request at all: UnavailableError or QueueFullError."""
+
     def submit(self, request: NewRequest, sink: OutputSink) -> None:
         """Accept a request.
 

@@ -69,11 +69,13 @@ class EngineLoop:
 
     # --- what servicers ask ---------------------------------------------------------------------------------------
 
+    def check_open(self) -> None:
+        """See `engine_api.Engine.check_open`."""
+        self._open_scheduler().book.check_queue()
+
     def submit(self, request: NewRequest, sink: OutputSink) -> None:
         """See `engine_api.Engine.submit`."""
-        if self._state is not ManagerState.SERVING or self._scheduler is None:
-            raise self._unavailable()
-        self._scheduler.add_request(request)
+        self._open_scheduler().add_request(request)
         self._sinks[request.request_id] = sink
         self._wake.set()
 
@@ -111,6 +113,11 @@ class EngineLoop:
         if self._model is None:
             raise self._unavailable()
         return self._model
+
+    def _open_scheduler(self) -> Scheduler:
+        if self._state is not ManagerState.SERVING or self._scheduler is None:
+            raise self._unavailable()
+        return self._scheduler
 
     def _unavailable(self) -> UnavailableError:
         got = {

@@ -76,10 +76,6 @@ class Scheduler:
         self.book.add(request)
         return request
 
-    def check_queue(self) -> None:
-        """Raise QueueFullError when a new request would get it; asked before the work of reading a prompt."""
-        self.book.check_queue()
-
     def abort(self, request_id: str) -> None:
         """End a request, wherever it stands; its blocks are free when this returns.
 

@@ -37,6 +37,9 @@ class FakeEngine:
     request_views: list[RequestView] = field(default_factory=list)
     stats_value: EngineStats = field(default_factory=lambda: EngineStats(1.5, ManagerState.SERVING))
 
+    def check_open(self) -> None:
+        self._check()
+
     def submit(self, request: NewRequest, sink: OutputSink) -> None:
         self._check()
         if request.request_id in self.open:

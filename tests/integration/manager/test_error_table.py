@@ -90,6 +90,17 @@ async def test_queue_full_is_resource_exhausted_with_retry_info(manager: Manager
     assert details(error) == ("QUEUE_FULL", {"max_waiting": "5"}, 1_000)
 
 
+async def test_queue_full_is_refused_before_the_prompt_is_read(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = manager.engine.model().text
+    assert text is not None
+    monkeypatch.setattr(text.tokenizer, "_encode_batch", lambda *_: pytest.fail("tokenised"))
+    manager.engine.refuse = QueueFullError("QUEUE_FULL", "expected fewer than 5 waiting, got 5", max_waiting=5)
+    error = await failure(manager, pb.GenerateRequest(text="a prompt " * 1000))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 async def test_lone_request_that_outgrew_pool_is_resource_exhausted_without_retry_info(manager: Manager) -> None:
     call = manager.inference.Generate(generate_request(request_id="r"))
     await manager.engine.submitted("r")
@@ -172,5 +183,5 @@ async def test_fault_of_ours_is_internal_and_tells_nothing_of_the_prompt(manager
     assert (error.code(), details(error)[0]) == (grpc.StatusCode.INTERNAL, "INTERNAL")
     assert "secret" not in (error.details() or "")
     (entry,) = [log for log in logs if log["event"] == "unexpected_error"]
-    assert "in submit" in entry["stack"]
+    assert "in check_open" in entry["stack"]
     assert "secret" not in entry["stack"]
