@@ -91,7 +91,10 @@ class ExecutorConfig(BaseSettings):
         0.9, gt=0, le=1, description="Share of the device's memory (or of memory_limit) the executor may use."
     )
     memory_limit: Annotated[int | None, BeforeValidator(parse_size)] = Field(
-        None, ge=1, description='Memory to count as the device\'s, such as "2GiB". Default: what the device has.'
+        None,
+        ge=1,
+        description="Memory to count as the device's, such as 2GiB. Default: the GPU's; on a CPU the control group's"
+        " limit or half of what is free, whichever is less.",
     )
     num_blocks_override: int | None = Field(
         None, ge=2, description="KV blocks (the null block included), in place of what was measured."

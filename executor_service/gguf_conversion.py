@@ -32,9 +32,9 @@ _log = structlog.get_logger(__name__)
 
 
 def default_cache_dir() -> Path:
-    """$KVPLANE_CACHE, or ~/.cache/kvplane/converted."""
+    """The folder `converted` in $KVPLANE_CACHE, or in ~/.cache/kvplane."""
     configured = os.environ.get("KVPLANE_CACHE")
-    return Path(configured) if configured else Path.home() / ".cache" / "kvplane" / "converted"
+    return (Path(configured) if configured else Path.home() / ".cache" / "kvplane") / "converted"
 
 
 def converted_folder(gguf_file: Path, cache_dir: Path) -> Path:

@@ -99,8 +99,9 @@ def total_memory(device: torch.device, memory_limit: int | None) -> int:
         memory_limit: the limit that was set; only for CPU.
 
     Returns:
-        The device's memory; on CPU the limit, or the smaller of the cgroup's limit and of what this process holds and
-        the machine can still give: what other processes hold is not ours to count on.
+        The device's memory; on CPU the limit, or the smaller of the cgroup's limit and of half of what this process
+        holds and the machine can still give: what others hold is not ours to count on, and a machine without limits
+        is seldom ours alone.
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
@@ -108,7 +109,7 @@ def total_memory(device: torch.device, memory_limit: int | None) -> int:
         return memory_limit
     own = psutil.Process().memory_info()
     anonymous = own.rss - getattr(own, "shared", 0)  # pages of mapped files count as available already
-    return min([psutil.virtual_memory().available + anonymous, *_cgroup_limits()])
+    return min([(psutil.virtual_memory().available + anonymous) // 2, *_cgroup_limits()])
 
 
 def _cgroup_limits(proc: Path = _SELF, root: Path = Path("/sys/fs/cgroup")) -> list[int]:

@@ -73,7 +73,6 @@ class ExecutorServer:
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             )
         )
-        self._loaded = False
         self.address = ""
 
     async def start(self) -> None:
@@ -102,7 +101,6 @@ class ExecutorServer:
     async def load(self) -> None:
         """Load the model, say SERVING, and register with the manager. Raises what the backend raises."""
         await self._thread.call(self.session.load)
-        self._loaded = True
         await self._set_serving(True)
         if self._config.manager:
             registration = Registration(self._config.manager, self._config.executor_id, self._advertised())
@@ -118,8 +116,8 @@ class ExecutorServer:
             with suppress(asyncio.CancelledError):
                 await self._registration
         self._runner.stop()
-        # A running step is finished, since its answer is worth something. A load in hand is worth nothing to anyone.
-        grace_s = _STOP_GRACE_S if self._loaded else _LOAD_GRACE_S
+        # A running step is finished, since its answer is worth something; a load or a profile is worth nothing.
+        grace_s = _STOP_GRACE_S if self.session.cache else _LOAD_GRACE_S
         closed = asyncio.ensure_future(self._thread.call(self.session.close))
         done, _ = await asyncio.wait([closed], timeout=grace_s)
         await self._server.stop(_RPC_GRACE_S)

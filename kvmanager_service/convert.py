@@ -43,6 +43,7 @@ def check_request(request: pb.GenerateRequest, model: ModelView) -> SamplingPara
     _check_length("cache_salt", request.cache_salt, 0, MAX_SALT_CHARS)
     if request.WhichOneof("prompt") is None:
         raise _invalid("prompt", "text, token_ids or chat", "none of them", "set one")
+    _check_fits_model(len(request.token_ids.ids), model)
     if request.HasField("chat") and not request.chat.messages:
         raise _invalid("chat.messages", "at least one message", "none", "add one")
     _check_stopping(request.stopping, model)
@@ -195,16 +196,20 @@ def _check_prompt(prompt: array[int], model: ModelView) -> None:
         raise InvalidRequestError(
             "EMPTY_PROMPT", "prompt: expected at least one token, got none; add some text or ids", field="prompt"
         )
-    if len(prompt) + 1 > model.max_model_len:
+    _check_fits_model(len(prompt), model)
+    _check_array("prompt", prompt, model)
+
+
+def _check_fits_model(prompt_tokens: int, model: ModelView) -> None:
+    if prompt_tokens + 1 > model.max_model_len:
         raise InvalidRequestError(
             "PROMPT_TOO_LONG",
             f"prompt: expected at most {model.max_model_len - 1} tokens, one less than the model's length, got"
-            f" {len(prompt)}; shorten it",
+            f" {prompt_tokens}; shorten it",
             field="prompt",
-            prompt_tokens=len(prompt),
+            prompt_tokens=prompt_tokens,
             max_model_len=model.max_model_len,
         )
-    _check_array("prompt", prompt, model)
 
 
 def _check_resumed(resumed: array[int], stop: StopRules, model: ModelView) -> None:

@@ -63,7 +63,7 @@ class TorchBackendConfig:
         memory_limit: bytes the process may hold on CPU; None is the machine's or the cgroup's memory.
         num_blocks_override: this many blocks, whatever fits; None measures.
         num_threads: torch's threads; None leaves torch's choice (OMP_NUM_THREADS).
-        cache_dir: where converted GGUF files lie; None is $KVPLANE_CACHE or ~/.cache/kvplane/converted.
+        cache_dir: where converted GGUF files lie; None is `converted` in $KVPLANE_CACHE or ~/.cache/kvplane.
     """
 
     model: str

@@ -94,11 +94,11 @@ def test_total_memory_without_a_limit_is_at_most_the_smallest_cgroup_limit(monke
     assert total_memory(CPU, None) == 2 * MIB
 
 
-def test_total_memory_without_a_limit_leaves_out_what_other_processes_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_total_memory_without_a_limit_is_half_of_what_other_processes_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = SimpleNamespace(total=64 * GIB, available=3 * GIB)
     monkeypatch.setattr(memory_profiler.psutil, "virtual_memory", lambda: machine)
     monkeypatch.setattr(memory_profiler, "_cgroup_limits", lambda: [])
-    assert 3 * GIB < total_memory(CPU, None) <= 3 * GIB + resident_bytes()
+    assert 3 * GIB < 2 * total_memory(CPU, None) <= 3 * GIB + resident_bytes()
 
 
 def test_cgroup_limits_v2_takes_every_level(tmp_path: Path) -> None:

@@ -228,6 +228,6 @@ def test_content_key_changes_with_the_content(tmp_path: Path) -> None:
 
 def test_default_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPLANE_CACHE", "/some/where")
-    assert default_cache_dir() == Path("/some/where")
+    assert default_cache_dir() == Path("/some/where/converted")
     monkeypatch.delenv("KVPLANE_CACHE")
     assert default_cache_dir() == Path.home() / ".cache" / "kvplane" / "converted"

@@ -79,7 +79,8 @@ class InferenceServiceServicer(object):
     def GenerateMany(self, request_iterator, context):
         """GenerateMany multiplexes any number of requests over one stream: at most one response message per step, however
         many requests emitted in it. An error of one request arrives in GenerateManyResponse.errors and disturbs no
-        other. When the client half-closes, the stream ends after the last request has finished; when it cancels,
+        other. Read while writing: with 4,000 requests' outputs unread, the server reads no more orders until some are
+        read. When the client half-closes, the stream ends after the last request has finished; when it cancels,
         every unfinished request is aborted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

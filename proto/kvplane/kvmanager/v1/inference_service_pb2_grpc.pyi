@@ -39,7 +39,8 @@ class InferenceServiceStub:
     GenerateMany: grpc.StreamStreamMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GenerateManyRequest, kvplane.kvmanager.v1.inference_service_pb2.GenerateManyResponse]
     """GenerateMany multiplexes any number of requests over one stream: at most one response message per step, however
     many requests emitted in it. An error of one request arrives in GenerateManyResponse.errors and disturbs no
-    other. When the client half-closes, the stream ends after the last request has finished; when it cancels,
+    other. Read while writing: with 4,000 requests' outputs unread, the server reads no more orders until some are
+    read. When the client half-closes, the stream ends after the last request has finished; when it cancels,
     every unfinished request is aborted.
     """
     Abort: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.AbortRequest, kvplane.kvmanager.v1.inference_service_pb2.AbortResponse]
@@ -66,7 +67,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     GenerateMany: grpc.aio.StreamStreamMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GenerateManyRequest, kvplane.kvmanager.v1.inference_service_pb2.GenerateManyResponse]  # type: ignore[assignment]
     """GenerateMany multiplexes any number of requests over one stream: at most one response message per step, however
     many requests emitted in it. An error of one request arrives in GenerateManyResponse.errors and disturbs no
-    other. When the client half-closes, the stream ends after the last request has finished; when it cancels,
+    other. Read while writing: with 4,000 requests' outputs unread, the server reads no more orders until some are
+    read. When the client half-closes, the stream ends after the last request has finished; when it cancels,
     every unfinished request is aborted.
     """
     Abort: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.AbortRequest, kvplane.kvmanager.v1.inference_service_pb2.AbortResponse]  # type: ignore[assignment]
@@ -102,7 +104,8 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[kvplane.kvmanager.v1.inference_service_pb2.GenerateManyResponse], collections.abc.AsyncIterator[kvplane.kvmanager.v1.inference_service_pb2.GenerateManyResponse]]:
         """GenerateMany multiplexes any number of requests over one stream: at most one response message per step, however
         many requests emitted in it. An error of one request arrives in GenerateManyResponse.errors and disturbs no
-        other. When the client half-closes, the stream ends after the last request has finished; when it cancels,
+        other. Read while writing: with 4,000 requests' outputs unread, the server reads no more orders until some are
+        read. When the client half-closes, the stream ends after the last request has finished; when it cancels,
         every unfinished request is aborted.
         """
 
