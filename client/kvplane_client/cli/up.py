@@ -192,7 +192,8 @@ async def _supervise(
     manager: ChildSpec, executor: ChildSpec, view: UpView, settings: SupervisorSettings, *, address: str, verbose: bool
 ) -> int:
     def child(spec: ChildSpec) -> ChildProcess:
-        return ChildProcess(spec, lambda line: view.line(spec.name, line) if verbose else None)
+        show = view.line if verbose else view.error
+        return ChildProcess(spec, lambda line: show(spec.name, line))
 
     async with AsyncClient(address, retry=NO_RETRY) as client:
         probe = ServerProbe(client)

@@ -6,6 +6,7 @@ Station: the supervisor's view. On a terminal the line moves; in a file there is
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 
@@ -46,6 +47,16 @@ class UpView:
     def line(self, child: str, text: str) -> None:
         """Shows a line of a child's log, for --verbose."""
         self._console.print(f"[cyan]{child:>8} |[/cyan] {escape(text)}")
+
+    def error(self, child: str, text: str) -> None:
+        """Shows, in whole, the error that a line of a child's log tells of; other lines show nothing."""
+        record = _record(text)
+        if record.get("level") != "error" or "error" not in record:
+            return
+        if self._as_json:
+            print_json({"event": "error", "child": child, "error": record["error"]})
+            return
+        self._console.print(f"[red]{child}: {escape(str(record['error']))}[/red]", soft_wrap=True)
 
     def loading(self, manager: ChildProcess, executor: ChildProcess, missing: str) -> None:
         """Shows how far the start has come."""
@@ -137,6 +148,15 @@ class UpView:
         if self._status is not None:
             self._status.stop()
             self._status = None
+
+
+def _record(line: str) -> dict[str, object]:
+    """Reads a log line; one that is no JSON object holds nothing."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _ending(code: int | None) -> str:
