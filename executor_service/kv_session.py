@@ -101,6 +101,8 @@ class KvSession:
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
         """Measure how many blocks fit; the same limits give the same answer again, be it a refusal.
 
+        A cache that was made under other limits is gone.
+
         Raises:
             InvalidFieldError: a limit below 1.
             NotEnoughMemoryError: not one sequence of max_model_len fits.
@@ -112,27 +114,17 @@ class KvSession:
         if (refusal := self._refusals.get(key)) is not None:
             # A manager tries again every second: each measurement would keep the processor busy for many.
             raise NotEnoughMemoryError(refusal.reason, str(refusal), **refusal.metadata)
+        if self.cache is not None and key != (self.cache.limits.max_num_batched_tokens, self.cache.limits.max_num_seqs):
+            # A manager of other limits: steps of its size are not what this cache was made for, and a measurement
+            # takes the cache's memory.
+            self.cache = None
         if key not in self._profiles:
             try:
-                profile = self._backend.profile_memory(*key)
+                self._profiles[key] = self._backend.profile_memory(*key)
             except NotEnoughMemoryError as error:
                 self._refusals[key] = error
                 _log.error("memory_not_enough", error=str(error))
                 raise
-            self._profiles[key] = profile
-            _log.info(
-                "memory_profiled",
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_num_seqs=max_num_seqs,
-                total_bytes=profile.total_bytes,
-                utilization=profile.utilization,
-                weights_bytes=profile.weights_bytes,
-                peak_bytes=profile.peak_bytes,
-                available_bytes=profile.available_bytes,
-                bytes_per_block=profile.bytes_per_block,
-                num_blocks=profile.num_blocks,
-                overridden=profile.overridden,
-            )
         self._last_profiled = key
         return self._profiles[key]
 

@@ -75,6 +75,17 @@ async def test_handshake_profile_initialize_shows_the_cache(client):
     assert info.kv_cache == created.kv_cache
 
 
+async def test_profile_memory_at_other_limits_forgets_the_cache(client):
+    epoch = await client.handshake()
+    await client.stub.ProfileMemory(pb.ProfileMemoryRequest(max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS))
+    assert (await client.stub.GetModelInfo(pb.GetModelInfoRequest())).kv_cache.kv_epoch == epoch
+    await client.stub.ProfileMemory(pb.ProfileMemoryRequest(max_num_batched_tokens=MAX_TOKENS + 1, max_num_seqs=1))
+    assert not (await client.stub.GetModelInfo(pb.GetModelInfoRequest())).HasField("kv_cache")
+    call = client.stub.Reset(pb.ResetRequest(kv_epoch=epoch))
+    assert (await refused(call, grpc.StatusCode.FAILED_PRECONDITION)).reason == "KV_NOT_INITIALIZED"
+    assert await client.handshake() != epoch
+
+
 @pytest.mark.parametrize(("tokens", "seqs", "field"), [(0, 1, "max_num_batched_tokens"), (1, 0, "max_num_seqs")])
 async def test_profile_memory_limit_below_1_is_invalid(client, tokens, seqs, field):
     request = pb.ProfileMemoryRequest(max_num_batched_tokens=tokens, max_num_seqs=seqs)
