@@ -1,7 +1,8 @@
 """Logging of the executor process: structlog events on stderr, for people or as JSON lines.
 
-Station: called once by `__main__`. Library loggers (gRPC, transformers) pass the same formatter, so that a log
-collector sees one format. Events never carry prompts or token ids.
+Station: called once by `__main__`. Library loggers and Python's warnings pass the same formatter, so that a log
+collector sees one format; transformers, which keeps a handler of its own, is told so by `model_loader`. Events never
+carry prompts or token ids.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ def configure_logging(level: str, log_format: LogFormat, **bound: str) -> None:
         # gRPC's core writes to stderr in a format of its own; what it says reaches us as exceptions and statuses too.
         # It reads this when it is imported, so call this first.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+        # Progress bars, likewise: of downloads, and of transformers, which asks huggingface_hub.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.captureWarnings(capture=True)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(

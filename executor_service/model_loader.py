@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -22,6 +23,8 @@ from executor_service.model_runner import ATTENTION_NAME
 
 _HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer.model", *TOKENIZER_FILES]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,9 @@ def load_model(
     Raises:
         BackendError: it can not be found or read, or is of a kind that the paged attention does not run.
     """
+    # What transformers has to say goes where all else goes.
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()
     if dtype != "auto" and dtype not in _DTYPES:
         raise BackendError("BAD_DTYPE", f"expected dtype auto, {', '.join(_DTYPES)}, got {dtype!r}", dtype=dtype)
     folder, is_gguf = resolve_source(source, cache_dir or default_cache_dir())
@@ -108,6 +114,7 @@ def resolve_source(source: str, cache_dir: Path) -> tuple[Path, bool]:
 
 def _download(source: str) -> Path:
     """A hub id's files, from the hub or its local cache."""
+    _log.info("model_fetch_started", model=source)
     try:
         return Path(snapshot_download(source, allow_patterns=_HUB_PATTERNS))
     except HFValidationError as error:

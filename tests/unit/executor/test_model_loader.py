@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,27 @@ def test_load_model_other_dtype_and_name_are_taken(folder: Path) -> None:
 def test_load_model_unknown_dtype_is_refused(folder: Path) -> None:
     with pytest.raises(BackendError, match="expected dtype auto, float32, bfloat16, float16, got 'int4'"):
         load_model(str(folder), device=CPU, dtype="int4")
+
+
+def test_load_model_with_json_logs_every_line_is_json(folder: Path) -> None:
+    code = f"""
+import os, sys, warnings
+os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
+from executor_service.logging import configure_logging
+configure_logging("INFO", "json")
+import torch
+from executor_service.model_loader import load_model
+from transformers.utils import logging
+load_model({str(folder)!r}, device=torch.device("cpu"))
+for _ in logging.tqdm(range(2), desc="a bar"):
+    pass
+logging.get_logger("transformers.anything").warning("a warning of transformers")
+warnings.warn("a warning of Python")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    events = [json.loads(line)["event"] for line in result.stderr.splitlines()]
+    assert events[0] == "a warning of transformers"
+    assert "a warning of Python" in events[1]
 
 
 def test_resolve_source_nothing_there_says_what_was_expected() -> None:
