@@ -96,15 +96,16 @@ def total_memory(device: torch.device, memory_limit: int | None) -> int:
 
     Args:
         device: where the model computes.
-        memory_limit: the limit that was set; only for CPU.
+        memory_limit: the limit that was set.
 
     Returns:
-        The device's memory; on CPU the limit, or the smaller of the cgroup's limit and of half of what this process
-        holds and the machine can still give: what others hold is not ours to count on, and a machine without limits
-        is seldom ours alone.
+        The limit, on CUDA at most the device's memory. Without one the device's memory; on CPU the smaller of the
+        cgroup's limit and of half of what this process holds and the machine can still give: what others hold is not
+        ours to count on, and a machine without limits is seldom ours alone.
     """
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+        total = int(torch.cuda.get_device_properties(device).total_memory)
+        return total if memory_limit is None else min(memory_limit, total)
     if memory_limit is not None:
         return memory_limit
     own = psutil.Process().memory_info()

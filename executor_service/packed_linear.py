@@ -93,6 +93,8 @@ def pack_linear_layers(model: nn.Module, check: Callable[[], object]) -> int:
         for name, child in parent.named_children()
         if type(child) is nn.Linear and child.weight.dtype in _PACKABLE and child.weight.device.type == "cpu"
     ]
+    if not found:
+        return 0
     replaced = [(parent, name, PackedLinear(linear)) for parent, name, linear in found]
     for parent, name, packed in replaced:
         setattr(parent, name, packed)

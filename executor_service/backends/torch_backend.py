@@ -60,7 +60,7 @@ class TorchBackendConfig:
         max_model_len: the most tokens of a sequence; None takes the model's own.
         block_size: tokens per block.
         gpu_memory_utilization: share of the memory to use, in (0, 1]; on CPU too.
-        memory_limit: bytes the process may hold on CPU; None is the machine's or the cgroup's memory.
+        memory_limit: bytes to count as the device's memory; None is what `memory_profiler.total_memory` finds.
         num_blocks_override: this many blocks, whatever fits; None measures.
         num_threads: torch's threads; None leaves torch's choice (OMP_NUM_THREADS).
         cache_dir: where converted GGUF files lie; None is `converted` in $KVPLANE_CACHE or ~/.cache/kvplane.
@@ -116,23 +116,35 @@ class TorchBackend(Backend):
             torch.set_num_threads(config.num_threads)
         if self._device.type == "cpu":
             tune_malloc()
-        loaded = load_model(
-            config.model,
-            device=self._device,
-            dtype=config.dtype,
-            max_model_len=config.max_model_len,
-            name=config.model_name,
-            cache_dir=config.cache_dir,
-        )
-        num_layers, kv_heads, head_dim = probe(loaded.model, loaded.vocab_size)
-        layout = KvLayout(num_layers, kv_heads, head_dim, config.block_size, loaded.dtype)
-        self._limits = AttentionLimits(max(1, _GATHER_BYTES // layout.bytes_per_token_and_layer))
-        self._runner = ModelRunner(loaded.model, self._limits)
-        self._loaded, self._layout = loaded, layout
-        packed = pack_linear_layers(loaded.model, lambda: probe(loaded.model, loaded.vocab_size))
+        with PeakMeter(self._device) as meter:
+            loaded = load_model(
+                config.model,
+                device=self._device,
+                dtype=config.dtype,
+                max_model_len=config.max_model_len,
+                name=config.model_name,
+                cache_dir=config.cache_dir,
+            )
+            num_layers, kv_heads, head_dim = probe(loaded.model, loaded.vocab_size)
+            layout = KvLayout(num_layers, kv_heads, head_dim, config.block_size, loaded.dtype)
+            self._limits = AttentionLimits(max(1, _GATHER_BYTES // layout.bytes_per_token_and_layer))
+            self._runner = ModelRunner(loaded.model, self._limits)
+            self._loaded, self._layout = loaded, layout
+            packed = pack_linear_layers(loaded.model, lambda: probe(loaded.model, loaded.vocab_size))
         release_free_memory(self._device)
         self._weights_bytes = self._held_bytes()
-        _log.info("weights_loaded", dtype=str(loaded.dtype), packed_layers=packed, held_bytes=self._weights_bytes)
+        _log.info(
+            "weights_loaded",
+            dtype=str(loaded.dtype),
+            packed_layers=packed,
+            held_bytes=self._weights_bytes,
+            load_peak_bytes=meter.peak_bytes,
+        )
+        if config.memory_limit is not None and meter.peak_bytes > config.memory_limit:
+            # The formula knows steps, not this: weights lie twice in memory while they are read and laid out.
+            _log.warning(
+                "load_peak_over_limit", load_peak_bytes=meter.peak_bytes, memory_limit_bytes=config.memory_limit
+            )
         return self._info(loaded, layout)
 
     def profile_memory(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:

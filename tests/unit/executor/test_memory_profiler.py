@@ -89,6 +89,12 @@ def test_total_memory_with_a_limit_is_the_limit() -> None:
     assert total_memory(CPU, 5 * GIB) == 5 * GIB
 
 
+def test_total_memory_on_cuda_is_the_devices_or_a_smaller_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
+    cuda = torch.device("cuda:0")
+    assert [total_memory(cuda, limit) for limit in (None, 24 * GIB, 96 * GIB)] == [80 * GIB, 24 * GIB, 80 * GIB]
+
+
 def test_total_memory_without_a_limit_is_at_most_the_smallest_cgroup_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_profiler, "_cgroup_limits", lambda: [3 * MIB, 2 * MIB])
     assert total_memory(CPU, None) == 2 * MIB

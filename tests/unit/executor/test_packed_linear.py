@@ -51,8 +51,10 @@ def test_pack_linear_layers_model_that_reads_a_weight_stays_as_it_was() -> None:
 
 def test_pack_linear_layers_other_type_is_left_alone() -> None:
     model = Plain().half().requires_grad_(requires_grad=False)
+    places = [parameter.data_ptr() for parameter in model.parameters()]
     assert pack_linear_layers(model, lambda: None) == 0
     assert isinstance(model.head, nn.Linear)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
 
 
 @pytest.mark.parametrize("rows", [0, 1, 8, 9, 33, 512, 513, 1100])

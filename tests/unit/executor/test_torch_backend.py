@@ -65,6 +65,16 @@ def test_profile_memory_every_term_is_measured_and_logged_once(folder: Path) -> 
         assert line[term] == getattr(profile, term)
 
 
+@pytest.mark.parametrize(("limit", "warned"), [(8 * GIB, 0), (1 << 20, 1)])
+def test_load_peak_is_logged_and_warned_of_over_the_limit(folder: Path, limit: int, warned: int) -> None:
+    with capture_logs() as logs:
+        backend(folder, memory_limit=limit).load()
+    (line,) = [entry for entry in logs if entry["event"] == "weights_loaded"]
+    assert 0 < line["held_bytes"] <= line["load_peak_bytes"]
+    warnings = [entry for entry in logs if entry["event"] == "load_peak_over_limit"]
+    assert [entry["load_peak_bytes"] for entry in warnings] == [line["load_peak_bytes"]] * warned
+
+
 def test_profile_memory_override_wins_and_is_logged(folder: Path) -> None:
     made = backend(folder, num_blocks_override=7, memory_limit=1 << 20)
     made.load()
