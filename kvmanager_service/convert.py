@@ -81,8 +81,7 @@ def to_new_request(
     """
     _check_prompt(prompt, model)
     stop = to_stop_rules(request.stopping, len(prompt), model)
-    resumed = token_array(request.resume_token_ids.ids)
-    _check_resumed(resumed, stop, model)
+    resumed = _resumed(request.resume_token_ids.ids, stop, model)
     return NewRequest(
         request_id=request_id,
         prompt=_little_endian(prompt),
@@ -102,6 +101,7 @@ def to_sampling(params: pb.SamplingParams, model: ModelView) -> SamplingParams:
     Raises:
         InvalidRequestError: one is out of range or not finite.
     """
+    _check_count("sampling.logit_bias", params.logit_bias, MAX_BIASES)
     result = SamplingParams(
         temperature=params.temperature if params.HasField("temperature") else 1.0,
         top_k=params.top_k,
@@ -184,7 +184,6 @@ def _check_stopping(params: pb.StoppingParams, model: ModelView) -> None:
 
 
 def _check_bias(sampling: SamplingParams, model: ModelView) -> None:
-    _check_count("sampling.logit_bias", sampling.logit_bias, MAX_BIASES)
     _check_ids("sampling.logit_bias", [token_id for token_id, _ in sampling.logit_bias], model)
     for _, value in sampling.logit_bias:
         if not -100.0 <= value <= 100.0:
@@ -212,17 +211,19 @@ def _check_fits_model(prompt_tokens: int, model: ModelView) -> None:
         )
 
 
-def _check_resumed(resumed: array[int], stop: StopRules, model: ModelView) -> None:
-    if not resumed:
-        return
-    if len(resumed) >= stop.max_tokens:
+def _resumed(ids: Sequence[int], stop: StopRules, model: ModelView) -> array[int]:
+    """Return the tokens of the earlier stream; too many are refused before they are copied."""
+    if ids and len(ids) >= stop.max_tokens:
         expected = f"fewer than the {stop.max_tokens} tokens the request may produce"
-        raise _invalid("resume_token_ids", expected, len(resumed), "the earlier stream was complete")
-    _check_array("resume_token_ids", resumed, model)
+        raise _invalid("resume_token_ids", expected, len(ids), "the earlier stream was complete")
+    resumed = token_array(ids)
+    if resumed:
+        _check_array("resume_token_ids", resumed, model)
     if any(token_id in stop.stop_token_ids for token_id in resumed[stop.min_tokens :]):
         raise _invalid(
             "resume_token_ids", "tokens of an unfinished output", "a stop token", "the earlier stream was complete"
         )
+    return resumed
 
 
 def _check_array(field: str, ids: array[int], model: ModelView) -> None:

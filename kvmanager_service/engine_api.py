@@ -153,7 +153,6 @@ class ModelView:
     eos_token_ids: tuple[int, ...]
     max_logprobs: int
     dtype: str
-    block_size: int
     text: TextModel | None = None
 
 

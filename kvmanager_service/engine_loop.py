@@ -16,12 +16,16 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import structlog
-from kvplane.executor.v1.executor_service_pb2 import ExecuteResponse, GetModelInfoResponse
+from kvplane.executor.v1.executor_service_pb2 import (
+    KV_GROUP_TYPE_FULL_ATTENTION,
+    ExecuteResponse,
+    GetModelInfoResponse,
+)
 
 from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.errors import CoreError
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
-from kvmanager_service.core.request import NewRequest
+from kvmanager_service.core.request import FinishReason, NewRequest, RequestOutput
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import BadResultError
@@ -151,7 +155,8 @@ class EngineLoop:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self._fail_all(self._unavailable())
+        if self._state is not ManagerState.BROKEN:
+            self._fail_all(self._unavailable())
 
     def _set_state(self, state: ManagerState) -> None:
         if state is self._state or self._state is ManagerState.BROKEN:
@@ -173,7 +178,7 @@ class EngineLoop:
         except Exception:  # noqa: BLE001 - a broken invariant: tell everybody and stop admitting
             _log.exception("engine_broken", state=self._state.value, pool=self.stats().pool)
             self._set_state(ManagerState.BROKEN)
-            self._fail_all(self._unavailable())
+            self._end_streams(self._unavailable())
 
     # --- executors ------------------------------------------------------------------------------------------------
 
@@ -218,9 +223,10 @@ class EngineLoop:
         """Make the books fit the executor's cache."""
         info, kv_cache = ready.info, ready.kv_cache
         self._require_model(executor, info)
+        self._require_geometry(executor, ready)
         self._require_length(executor, ready)
         if self._model is None:
-            self._model = await _model_view(info)
+            self._model = await self._load_model(executor, info)
         if ready.tagged is None:
             return
         kv = KVCacheManager(kv_cache.num_blocks, kv_cache.block_size, enable_caching=self._config.enable_prefix_caching)
@@ -293,6 +299,17 @@ class EngineLoop:
                 f" {info.model_name!r} ({info.model_fingerprint}); start it with the same model",
             )
 
+    def _require_geometry(self, executor: RegisteredExecutor, ready: ReadyExecutor) -> None:
+        """As above, unless there can be books on its cache."""
+        kv_cache, groups = ready.kv_cache, [group.type for group in ready.info.kv_groups]
+        if groups != [KV_GROUP_TYPE_FULL_ATTENTION] or kv_cache.block_size < 1 or kv_cache.num_blocks < 2:
+            self._reject(
+                executor,
+                "kv_cache: expected one group of full attention, block_size of at least 1 and num_blocks of at least 2,"
+                f" got groups of types {groups}, {kv_cache.block_size} and {kv_cache.num_blocks}; serve a model with"
+                " full attention in every layer",
+            )
+
     def _require_length(self, executor: RegisteredExecutor, ready: ReadyExecutor) -> None:
         """As above, unless it can compute every sequence that fits both the model, as admission knows it, and the pool.
 
@@ -306,6 +323,17 @@ class EngineLoop:
                 executor,
                 f"max_model_len: expected at least {longest}, which requests were admitted for, got"
                 f" {ready.info.max_model_len}; start the executor with as much, or the manager anew",
+            )
+
+    async def _load_model(self, executor: RegisteredExecutor, info: GetModelInfoResponse) -> ModelView:
+        """Make the model from what an executor says of it, and reject the executor when that cannot be done."""
+        try:
+            return await _model_view(info)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with its files is wrong with that executor
+            self._reject(
+                executor,
+                f"tokenizer_files: expected a tokenizer and a chat template that can be read, got"
+                f" {type(error).__name__}: {error}; mend the model's files",
             )
 
     def _reject(self, executor: RegisteredExecutor, message: str) -> NoReturn:
@@ -325,7 +353,9 @@ class EngineLoop:
                 self._update(response)
             self._publish()
             while (step := scheduler.schedule()) is not None:
-                await stream.send(build_execute_request(step, self._kv_epoch, scheduler.kv.block_size))
+                message = build_execute_request(step, self._kv_epoch, scheduler.kv.block_size)
+                self._publish()  # while the step is sent, the id of who ended in it may be taken anew
+                await stream.send(message)
             self._publish()
             await self._wake.wait()
 
@@ -361,6 +391,13 @@ class EngineLoop:
             self._scheduler.fail(request.request_id, error)
         self._publish()
 
+    def _end_streams(self, error: CoreError) -> None:
+        """Tell every client an error without asking the scheduler, which may be what is broken."""
+        for request_id, sink in self._sinks.items():
+            sink.push(RequestOutput(request_id, [], [], finish_reason=FinishReason.ERROR, error=error))
+        self._sinks.clear()
+        self._idle.set()
+
 
 def _scheduler_config(config: ManagerConfig) -> SchedulerConfig:
     return SchedulerConfig(
@@ -384,6 +421,5 @@ async def _model_view(info: GetModelInfoResponse) -> ModelView:
         eos_token_ids=tuple(info.eos_token_ids),
         max_logprobs=info.max_logprobs,
         dtype=info.dtype,
-        block_size=info.block_size,
         text=await asyncio.to_thread(TextModel.from_files, files),
     )

@@ -6,7 +6,7 @@ was expected, what was got and what to do. Prompts, texts and token ids of reque
     CoreError (kvmanager_service.core.errors)
     ├── UnavailableError            no executor, draining, or broken: try again later
     ├── PreconditionError           the model lacks what the request needs (chat template, tokenizer)
-    ├── ExecutorRejectedError       the executor serves another model than the manager
+    ├── ExecutorRejectedError       the executor serves another model, or one that cannot be used
     └── ExecutorIdReusedError       an executor id came back with another address
 """
 
@@ -65,7 +65,7 @@ class PreconditionError(CoreError):
 
 
 class ExecutorRejectedError(CoreError):
-    """The executor cannot join: it serves another model than the manager."""
+    """The executor cannot join: it serves another model than the manager, or one that the manager cannot use."""
 
 
 class ExecutorIdReusedError(CoreError):

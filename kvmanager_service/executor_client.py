@@ -9,6 +9,7 @@ Station: made by `EngineLoop` for the executor it uses; calls `ExecutorService`.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -111,11 +112,12 @@ class ExecutorConnection:
     async def _list_tags(self, kv_epoch: int) -> list[TaggedBlock]:
         tagged = []
         async for portion in self._stub.ListBlockTags(pb.ListBlockTagsRequest(kv_epoch=kv_epoch)):
-            block_ids = memoryview(portion.block_tags.block_ids.data).cast("i")
-            for block_id, tag in zip(block_ids, portion.block_tags.tags, strict=True):
-                decoded = decode_tag(block_id, tag)
-                if decoded is not None:
-                    tagged.append(decoded)
+            try:
+                block_ids = array("i", portion.block_tags.block_ids.data)
+                named_tags = list(zip(block_ids, portion.block_tags.tags, strict=True))
+            except ValueError as error:
+                raise ExecutorLostError(f"block_tags: expected int32 ids and a tag for each, got {error}") from error
+            tagged += [tag for block_id, data in named_tags if (tag := decode_tag(block_id, data)) is not None]
         return tagged
 
     def open_stream(self, on_event: Callable[[], None]) -> StepStream:
@@ -160,6 +162,8 @@ class StepStream:
             raise self._lost
         results = list(self._results)
         self._results.clear()
+        if self._lost is not None:
+            self._on_event()  # come again for the end: it may have been told together with these
         return results
 
     async def close(self) -> None:

@@ -46,7 +46,7 @@ class RegisteredExecutor:
         expires_at: when its lease ends, in seconds on the registry's clock.
         state: what the manager does with it.
         last_error: why the last attempt to use it failed; empty when it did not.
-        rejected: it serves another model: never a candidate, and told so when it renews.
+        rejected: it serves another model, or one the manager cannot use: never a candidate, and told so when it renews.
     """
 
     executor_id: str
@@ -80,7 +80,7 @@ class ExecutorRegistry:
         Raises:
             InvalidRequestError: id or address is malformed.
             ExecutorIdReusedError: the id is registered with another address.
-            ExecutorRejectedError: the engine found that it serves another model.
+            ExecutorRejectedError: the engine found that it cannot use it.
             UnavailableError: it is new, and the manager is draining or has too many.
         """
         _check_id(executor_id)
@@ -130,7 +130,7 @@ class ExecutorRegistry:
             record.last_error = error
 
     def reject(self, executor_id: str, error: str) -> None:
-        """Note that an executor serves another model; it is told `error` when it renews."""
+        """Note that an executor cannot be used; it is told `error` when it renews."""
         record = self._records.get(executor_id)
         if record is not None:
             record.state, record.last_error, record.rejected = ExecutorState.STANDBY, error, True

@@ -87,6 +87,11 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             self._engine.abort(stream.request_id)
 
     def _end_many(self, orders: asyncio.Task[None], many: ManyStream) -> None:
+        self._abort_unfinished(many)
         orders.cancel()
+        # A long text that comes out of its thread right now is still submitted.
+        orders.add_done_callback(lambda _: self._abort_unfinished(many))
+
+    def _abort_unfinished(self, many: ManyStream) -> None:
         for request_id in many.unfinished():
             self._engine.abort(request_id)

@@ -55,6 +55,7 @@ class OrderReader:
             self._many.fail("", _invalid("generate.request_id", "1 to 256 characters", "none", "name the request"))
         elif self._admission.takes_long(order.generate):
             await self._slots.acquire()
+            self._starting.add(order.generate.request_id)  # here: an abort may come before the task has begun
             slow.create_task(self._start_slow(order.generate))
         else:
             await self._start(order.generate)
@@ -69,7 +70,6 @@ class OrderReader:
 
     async def _start_slow(self, request: pb.GenerateRequest) -> None:
         request_id = request.request_id
-        self._starting.add(request_id)
         try:
             await self._start(request)
         finally:

@@ -93,7 +93,6 @@ def model_view(text: TextModel | None = None, **changes: Any) -> ModelView:
         "eos_token_ids": (0,),
         "max_logprobs": 5,
         "dtype": "float32",
-        "block_size": 16,
         "text": text,
     }
     return ModelView(**(values | changes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
-from kvmanager_service.convert import check_request, to_new_request, token_array
+from kvmanager_service.convert import check_request, to_new_request, to_sampling, token_array
 from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.core.request import NewRequest, SamplingParams
 from kvmanager_service.errors import PreconditionError
@@ -158,6 +159,19 @@ EDGES = [
 @pytest.mark.parametrize("request_", EDGES, ids=range(len(EDGES)))
 def test_convert_edge_of_range_passes(request_: pb.GenerateRequest) -> None:
     assert convert(request_).stop.max_tokens >= 1
+
+
+def test_convert_too_many_resumed_tokens_are_refused_before_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmanager_service.convert.token_array", lambda _: pytest.fail("copied"))
+    request_ = generate_request(resume_token_ids=pb.TokenIds(ids=[1] * 125))
+    with pytest.raises(InvalidRequestError, match="fewer than the 125 tokens"):
+        to_new_request(request_, array("i", [1, 2, 3]), SamplingParams(), MODEL, request_id="r", seed=0, arrival_time=0)
+
+
+def test_convert_too_many_biases_are_refused_before_they_are_looked_at() -> None:
+    params = pb.SamplingParams(temperature=-1, logit_bias=dict.fromkeys(range(1_025), 0.0))
+    with pytest.raises(InvalidRequestError, match="at most 1024 entries"):
+        to_sampling(params, MODEL)
 
 
 def test_convert_stop_strings_without_tokenizer_are_refused() -> None:

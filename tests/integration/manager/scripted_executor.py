@@ -1,0 +1,149 @@
+"""A scripted executor behind a real server, and an engine loop that uses it."""
+
+# ruff: noqa: N802 - the contract names the methods
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from kvplane.common.v1.common_pb2 import Int32Array
+from kvplane.executor.v1 import executor_service_pb2 as pb
+from kvplane.executor.v1 import executor_service_pb2_grpc as pb_grpc
+
+from kvmanager_service.config import ManagerConfig
+from kvmanager_service.core.request import RequestOutput
+from kvmanager_service.engine_api import StopMatch
+from kvmanager_service.engine_loop import EngineLoop
+from kvmanager_service.registry import ExecutorRegistry, RegisteredExecutor
+
+EXECUTOR_ID = "scripted"
+
+
+def model_info(**changes: Any) -> pb.GetModelInfoResponse:
+    """A model of 600 tokens and length 128, without a tokenizer."""
+    values: dict[str, Any] = {
+        "executor_id": EXECUTOR_ID,
+        "model_name": "tiny",
+        "model_fingerprint": "f1",
+        "vocab_size": 600,
+        "max_model_len": 128,
+        "block_size": 4,
+        "kv_groups": [pb.KvGroup(type=pb.KV_GROUP_TYPE_FULL_ATTENTION)],
+    }
+    return pb.GetModelInfoResponse(**(values | changes))
+
+
+class ScriptedExecutor(pb_grpc.ExecutorServiceServicer):
+    """Answers each step with token 7 for every sample.
+
+    Attributes:
+        info: what it says of itself.
+        kv_cache: the cache it says it has once it is initialised.
+        tags: what it lists when `info` says that its cache is filled.
+        steps: the steps it was sent.
+        compute: set while steps are answered.
+    """
+
+    def __init__(self) -> None:
+        self.info = model_info()
+        self.kv_cache = pb.KvCacheState(kv_epoch=1, num_blocks=11, block_size=4)
+        self.tags = pb.BlockTags()
+        self.steps: list[pb.ExecuteRequest] = []
+        self.compute = asyncio.Event()
+        self.compute.set()
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
+        return self.info
+
+    async def ProfileMemory(self, request: pb.ProfileMemoryRequest, context: Any) -> pb.ProfileMemoryResponse:
+        return pb.ProfileMemoryResponse(num_blocks=self.kv_cache.num_blocks)
+
+    async def InitializeKvCache(
+        self, request: pb.InitializeKvCacheRequest, context: Any
+    ) -> pb.InitializeKvCacheResponse:
+        return pb.InitializeKvCacheResponse(kv_cache=self.kv_cache)
+
+    async def ListBlockTags(
+        self, request: pb.ListBlockTagsRequest, context: Any
+    ) -> AsyncIterator[pb.ListBlockTagsResponse]:
+        yield pb.ListBlockTagsResponse(block_tags=self.tags)
+
+    async def Execute(
+        self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: Any
+    ) -> AsyncIterator[pb.ExecuteResponse]:
+        async for step in request_iterator:
+            self.steps.append(step)
+            await self.compute.wait()
+            yield answer(step)
+
+
+def answer(step: pb.ExecuteRequest) -> pb.ExecuteResponse:
+    """What an executor answers when all goes well."""
+    indptr, positions = array("i", step.query_indptr.data), array("i", step.positions.data)
+    num_samples = len(array("i", step.sampling.rows.data))
+    return pb.ExecuteResponse(
+        step_id=step.step_id,
+        kv_epoch=step.kv_epoch,
+        sampled_token_ids=Int32Array(data=array("i", [7] * num_samples).tobytes()),
+        computed_upto=Int32Array(data=array("i", [positions[end - 1] + 1 for end in indptr[1:]]).tobytes()),
+    )
+
+
+@dataclass
+class Sink:
+    """An `OutputSink` that keeps what it is given."""
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+
+    def push(self, output: RequestOutput) -> StopMatch | None:
+        self.outputs.append(output)
+        return None
+
+    @property
+    def last(self) -> RequestOutput | None:
+        """The last output, once there is one."""
+        return self.outputs[-1] if self.outputs and self.outputs[-1].finish_reason else None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens so far."""
+        return [token_id for output in self.outputs for token_id in output.token_ids]
+
+
+@dataclass
+class Split:
+    """An engine loop and the executor it uses."""
+
+    engine: EngineLoop
+    executor: ScriptedExecutor
+    registry: ExecutorRegistry
+
+    @property
+    def record(self) -> RegisteredExecutor:
+        """What the registry knows of the executor."""
+        return self.registry.records()[0]
+
+
+@asynccontextmanager
+async def running_split(executor: ScriptedExecutor, **settings: Any) -> AsyncIterator[Split]:
+    """Serve the executor on a free port, registered with an engine that runs."""
+    server = grpc.aio.server()
+    pb_grpc.add_ExecutorServiceServicer_to_server(executor, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    registry = ExecutorRegistry(time.monotonic, lease_ms=60_000)
+    registry.register(EXECUTOR_ID, f"127.0.0.1:{port}")
+    engine = EngineLoop(ManagerConfig(**settings), registry)
+    await engine.start()
+    try:
+        yield Split(engine, executor, registry)
+    finally:
+        await engine.stop()
+        await server.stop(0)

@@ -1,0 +1,124 @@
+"""The engine loop against a scripted executor over real gRPC."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+from kvplane.common.v1.common_pb2 import Int32Array
+from kvplane.executor.v1 import executor_service_pb2 as pb
+
+from kvmanager_service.core.errors import PoolExhaustedError
+from kvmanager_service.core.request import FinishReason
+from kvmanager_service.engine_api import ManagerState
+from kvmanager_service.errors import UnavailableError
+from kvmanager_service.executor_client import StepStream
+from tests.integration.manager.fake_engine import until
+from tests.integration.manager.scripted_executor import ScriptedExecutor, Sink, Split, model_info, running_split
+from tests.unit.core.builders import make_new
+
+TYPE = pb.KV_GROUP_TYPE_FULL_ATTENTION
+
+
+async def serving(split: Split) -> None:
+    await until(lambda: split.engine.stats().state is ManagerState.SERVING)
+
+
+async def test_engine_request_is_computed_and_published() -> None:
+    async with running_split(ScriptedExecutor()) as split:
+        await serving(split)
+        sink = Sink()
+        split.engine.submit(make_new("a", 6, max_tokens=3), sink)
+        await until(lambda: sink.last is not None)
+    assert sink.token_ids == [7, 7, 7]
+    assert sink.last is not None
+    assert sink.last.finish_reason is FinishReason.LENGTH
+
+
+async def test_engine_broken_invariant_ends_every_stream_although_the_books_can_not_be_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("freed twice")
+
+    async with running_split(ScriptedExecutor()) as split:
+        await serving(split)
+        split.executor.compute.clear()
+        sinks = [Sink(), Sink()]
+        for name, sink in zip("ab", sinks, strict=True):
+            split.engine.submit(make_new(name, 6, max_tokens=1), sink)
+        await until(lambda: bool(split.executor.steps))
+        assert split.engine._scheduler is not None
+        monkeypatch.setattr(split.engine._scheduler.kv.pool, "free_blocks", broken)
+        split.executor.compute.set()
+        await until(lambda: split.engine.stats().state is ManagerState.BROKEN)
+        await split.engine.drain(5.0)
+    for sink in sinks:
+        assert sink.last is not None
+        assert isinstance(sink.last.error, UnavailableError)
+        assert sink.last.error.reason == "BROKEN"
+
+
+@pytest.mark.parametrize(
+    ("changes", "kv_cache", "why"),
+    [
+        ({"tokenizer_files": [pb.TokenizerFile(name="tokenizer.json", content=b"{")]}, {}, "tokenizer_files: expected"),
+        ({"kv_groups": []}, {}, "kv_cache: expected one group"),
+        ({"kv_groups": [pb.KvGroup(type=TYPE)] * 2}, {}, "kv_cache: expected one group"),
+        ({}, {"block_size": 0}, "block_size of at least 1"),
+        ({}, {"num_blocks": 1}, "num_blocks of at least 2"),
+    ],
+)
+async def test_engine_executor_that_can_not_be_used_is_rejected_and_breaks_nothing(
+    changes: dict[str, Any], kv_cache: dict[str, int], why: str
+) -> None:
+    executor = ScriptedExecutor()
+    executor.info = model_info(**changes)
+    executor.kv_cache = pb.KvCacheState(**({"kv_epoch": 1, "num_blocks": 11, "block_size": 4} | kv_cache))
+    async with running_split(executor) as split:
+        await until(lambda: split.record.rejected or split.engine.stats().state is ManagerState.BROKEN)
+        assert split.engine.stats().state is ManagerState.NO_EXECUTOR
+        assert why in split.record.last_error
+
+
+@pytest.mark.parametrize("block_ids", [b"\1\0\0", array("i", [1, 2]).tobytes()])
+async def test_engine_malformed_tags_are_an_error_of_that_executor(block_ids: bytes) -> None:
+    executor = ScriptedExecutor()
+    executor.info.kv_cache.CopyFrom(executor.kv_cache)
+    executor.tags = pb.BlockTags(block_ids=Int32Array(data=block_ids), tags=[b"x"])
+    async with running_split(executor) as split:
+        await until(lambda: split.record.last_error != "" or split.engine.stats().state is ManagerState.BROKEN)
+        assert split.engine.stats().state is ManagerState.NO_EXECUTOR
+        assert split.record.last_error.startswith("block_tags: expected int32")
+        executor.tags.Clear()
+        await serving(split)
+
+
+async def test_engine_id_taken_anew_while_a_step_is_sent_gets_nothing_of_its_predecessor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One request outgrows the pool in the very step that another is admitted in."""
+    first, second = Sink(), Sink()
+    async with running_split(ScriptedExecutor()) as split:
+        await serving(split)
+        engine = split.engine
+
+        send = StepStream.send
+
+        async def submit_and_send(stream: StepStream, message: pb.ExecuteRequest) -> None:
+            if first.token_ids and not any(
+                view.request_id == "big" for view in engine.requests(include_finished=False)
+            ):
+                monkeypatch.setattr(StepStream, "send", send)
+                engine.submit(make_new("big", 6, max_tokens=1), second)
+            await send(stream, message)
+
+        monkeypatch.setattr(StepStream, "send", submit_and_send)
+        engine.submit(make_new("big", 30, max_tokens=90), first)
+        await until(lambda: len(first.token_ids) > 2)
+        engine.submit(make_new("next", 30, max_tokens=2), Sink())
+        await until(lambda: first.last is not None and second.last is not None)
+    assert first.last is not None
+    assert isinstance(first.last.error, PoolExhaustedError)
+    assert second.token_ids == [7]
