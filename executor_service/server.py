@@ -35,7 +35,7 @@ __all__ = ["MAX_MESSAGE_BYTES", "SERVICE_NAME", "BindError", "ExecutorServer", "
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
 MAX_MESSAGE_BYTES = 256 << 20
 
-_WILDCARD_HOSTS = {"0.0.0.0", "::", "[::]"}  # noqa: S104 - compared with, not bound to
+_WILDCARD_HOSTS = {"0.0.0.0", "[::]"}  # noqa: S104 - compared with, not bound to
 _STOP_GRACE_S = 30.0
 _LOAD_GRACE_S = 1.0
 _RPC_GRACE_S = 2.0
@@ -88,13 +88,16 @@ class ExecutorServer:
         pb_grpc.add_ExecutorServiceServicer_to_server(servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
-        wanted = f"{self._config.host}:{self._config.port}"
+        host = self._config.host
+        if ":" in host and not host.startswith("["):
+            host = f"[{host}]"  # IPv6
+        wanted = f"{host}:{self._config.port}"
         try:
             port = self._server.add_insecure_port(wanted)
         except RuntimeError as error:
             message = f"expected a free address to listen on, got {wanted}: {error}; choose another --host or --port"
             raise BindError(message) from error
-        self.address = f"{self._config.host}:{port}"
+        self.address = f"{host}:{port}"
         await self._server.start()
         _log.info("executor_listening", address=self.address)
 

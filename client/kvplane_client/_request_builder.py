@@ -101,7 +101,7 @@ def _copy(options: GenerateOptions, names: Iterable[str], message: Any) -> None:
         try:
             setattr(message, name, value)
         except (TypeError, ValueError) as error:
-            raise _refusal(name, str(error), value) from error
+            raise _refusal(name, f"a value that a request can carry ({error})", value) from error
 
 
 def _extend(name: str, field: Any, values: Iterable[Any]) -> None:

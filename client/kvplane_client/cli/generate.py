@@ -11,13 +11,13 @@ from kvplane_client.cli import options as opt
 from kvplane_client.cli.output import err_console, print_json, write_text
 from kvplane_client.cli.session import generation_session
 from kvplane_client.client import SyncGenerationStream
-from kvplane_client.types import ChatMessage, Chunk, CompletionBuilder, GenerateOptions, Prompt
+from kvplane_client.types import ChatMessage, Chunk, Completion, CompletionBuilder, GenerateOptions, Prompt
 
 __all__ = ["generate", "given", "stream_out"]
 
 _HELP = """Continue a prompt. Text streams to stdout as it is produced; Ctrl-C aborts the request on the server.
 
-The prompt is the argument or, without one, standard input.
+The prompt is the argument or, without one, standard input. A model without a tokenizer takes and gives token ids.
 
 Examples:
 
@@ -105,10 +105,10 @@ def generate(
         deadline=deadline,
     )
     with (
-        generation_session(server, as_json=as_json, wait=wait) as (client, _),
+        generation_session(server, as_json=as_json, wait=wait) as (client, model),
         client.stream(full_prompt, **options) as output,
     ):
-        last = stream_out(output, as_json=as_json, stream=stream)
+        last = stream_out(output, as_json=as_json, stream=stream, as_ids=not model.has_tokenizer)
     if usage and last is not None:
         _print_usage(last)
 
@@ -123,8 +123,15 @@ def given(**values: Any) -> GenerateOptions:
     return cast(GenerateOptions, chosen)
 
 
-def stream_out(output: SyncGenerationStream, *, as_json: bool, stream: bool) -> Chunk | None:
-    """Prints an output as it comes, or at its end, and returns its last chunk."""
+def stream_out(output: SyncGenerationStream, *, as_json: bool, stream: bool, as_ids: bool = False) -> Chunk | None:
+    """Prints an output as it comes, or at its end, and returns its last chunk.
+
+    Args:
+        output: The output.
+        as_json: Print JSON.
+        stream: Print pieces as they come.
+        as_ids: Print token ids in place of text, of which a model without a tokenizer has none.
+    """
     builder, last, ends_line = CompletionBuilder(), None, True
     for chunk in output:
         builder.add(chunk)
@@ -133,19 +140,24 @@ def stream_out(output: SyncGenerationStream, *, as_json: bool, stream: bool) -> 
             continue
         if as_json:
             print_json(chunk)
-        elif chunk.text:
-            write_text(chunk.text)
-            ends_line = chunk.text.endswith("\n")
+        elif text := _shown(chunk, as_ids):
+            write_text(text)
+            ends_line = text.endswith("\n")
     if not stream:
         completion = builder.build()
         if as_json:
             print_json(completion)
         else:
-            write_text(completion.text)
-            ends_line = completion.text.endswith("\n")
+            text = _shown(completion, as_ids)
+            write_text(text)
+            ends_line = text.endswith("\n")
     if not as_json and not ends_line:
         write_text("\n")
     return last
+
+
+def _shown(piece: Chunk | Completion, as_ids: bool) -> str:
+    return "".join(f"{token_id} " for token_id in piece.token_ids) if as_ids else piece.text
 
 
 def _prompt(prompt: str | None, token_ids: str | None, chat: bool, system: str | None) -> Prompt:

@@ -25,7 +25,7 @@ from kvplane_client.errors import UnavailableError
 from kvplane_client.manager_types import ExecutorState, Model
 from kvplane_client.retry import NO_RETRY
 
-__all__ = ["executor_argv", "manager_argv", "up"]
+__all__ = ["executor_argv", "manager_argv", "server_address", "up"]
 
 _HELP = """Start a manager and an executor on this machine, and keep them running.
 
@@ -62,11 +62,13 @@ def up(
         str | None, typer.Option("--dtype", help="Type to compute in, such as float32.", rich_help_panel=_EXECUTOR)
     ] = None,
     memory_limit: Annotated[
-        str | None, typer.Option("--memory-limit", help="Memory on a CPU, such as 4GiB.", rich_help_panel=_EXECUTOR)
+        str | None, typer.Option("--memory-limit", help="Memory to count on, such as 4GiB.", rich_help_panel=_EXECUTOR)
     ] = None,
     gpu_memory_utilization: Annotated[
         float | None,
-        typer.Option("--gpu-memory-utilization", help="Share of the GPU's memory, 0 to 1.", rich_help_panel=_EXECUTOR),
+        typer.Option(
+            "--gpu-memory-utilization", help="Share of that memory to use, 0 to 1.", rich_help_panel=_EXECUTOR
+        ),
     ] = None,
     num_blocks_override: Annotated[
         int | None,
@@ -123,7 +125,7 @@ def up(
     quiet_grpc()
     with reported(as_json):
         port = _free_port(host, port)
-        address = f"{'localhost' if host in ('0.0.0.0', '::', '127.0.0.1') else host}:{port}"  # noqa: S104 - compared
+        address = server_address(host, port)
         logs = _log_folder(state_dir, port)
         path = _resolved_model(model, backend)
         manager = ChildSpec("manager", manager_argv(host, port, manager_flags, manager_arg or []), logs / "manager.log")
@@ -136,6 +138,13 @@ def up(
 
 
 up.__doc__ = _HELP
+
+
+def server_address(host: str, port: int) -> str:
+    """Returns where clients on this machine reach a manager that listens there."""
+    if host in ("0.0.0.0", "::", "127.0.0.1"):  # noqa: S104 - compared with, not bound to
+        return f"localhost:{port}"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def manager_argv(host: str, port: int, flags: Mapping[str, object], extra: list[str]) -> list[str]:

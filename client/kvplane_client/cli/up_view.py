@@ -94,7 +94,7 @@ class UpView:
         server = "" if self._address == "localhost:50051" else f" --server {self._address}"
         attempt = "chat" if model.has_chat_template else 'generate "Once upon a time" -n 50'
         if not model.has_tokenizer:
-            attempt = 'generate --token-ids "1,2,3" -n 5 --json'
+            attempt = 'generate --token-ids "1,2,3" -n 5'
         self._console.print(
             f"[bold green]ready[/bold green] on [bold]{escape(self._address)}[/bold] after {elapsed:.1f} s: "
             f"{escape(model.name)}, {model.max_model_len} tokens, {escape(model.dtype)}\n"

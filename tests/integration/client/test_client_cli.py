@@ -100,6 +100,16 @@ def test_generate_takes_token_ids(cli: Cli, threaded_manager: ThreadedManager) -
     assert list(threaded_manager.scripts.of("Generate")[0].token_ids.ids) == [1, 2, 3]
 
 
+@pytest.mark.parametrize("mode", ["--stream", "--no-stream"])
+def test_generate_without_a_tokenizer_prints_token_ids(cli: Cli, threaded_manager: ThreadedManager, mode: str) -> None:
+    plain = pb.GetModelResponse(name="sim", has_tokenizer=False)
+    threaded_manager.scripts.unary["GetModel"] = [lambda request, context: succeed_with(plain, request, context)]
+
+    result = cli("generate", "--token-ids", "1", "-n", "3", mode)
+
+    assert (result.exit_code, result.stdout.split()) == (0, [str(byte) for byte in TEXT.encode()[:3]])
+
+
 def test_generate_json_is_one_line_a_chunk(cli: Cli) -> None:
     first, second = lines(cli("generate", "a", "--json", "-n", "2", "--request-id", "r", "--logprobs", "1"))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvplane_client.cli.up import server_address
 
 # Serves the scripted manager; its one executor is whatever process last wrote its id beside the argument file.
 MANAGER = """
@@ -197,6 +198,20 @@ def test_up_for_people_tells_progress_and_what_to_try(tmp_path: Path, running: l
     assert "ready on localhost:" in shown
     assert "kvplane chat --server localhost:" in shown
     assert "stopping" in rest
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("127.0.0.1", "localhost:9"),
+        ("0.0.0.0", "localhost:9"),
+        ("::", "localhost:9"),
+        ("::1", "[::1]:9"),
+        ("10.0.0.7", "10.0.0.7:9"),
+    ],
+)
+def test_server_address_is_one_that_can_be_reached(host: str, address: str) -> None:
+    assert server_address(host, 9) == address
 
 
 def test_up_refuses_a_port_in_use(tmp_path: Path, running: list[Up]) -> None:

@@ -18,6 +18,18 @@ from tests.unit.executor_shell.executor_builders import sim_config
 QUICK = Backoff(first_s=0.01, longest_s=0.05, refused_s=0.01)
 
 
+def has_ipv6():
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+
+
 class Registry(pb_grpc.ExecutorRegistryServiceServicer):
     """Answers with `refusals` first, then grants leases."""
 
@@ -94,6 +106,8 @@ async def test_executor_registers_its_bound_address_and_renews():
     [
         ({"advertise_address": "gpu-7.example:1234"}, "gpu-7.example"),
         ({"host": "0.0.0.0"}, socket.gethostname()),
+        pytest.param({"host": "::"}, socket.gethostname(), marks=needs_ipv6),
+        pytest.param({"host": "::1"}, "[::1]", marks=needs_ipv6),
         ({}, "127.0.0.1"),
     ],
 )

@@ -74,6 +74,11 @@ def test_value_that_cannot_be_sent_is_refused_by_name(prompt: Any, options: Any,
         build_request(prompt, options)
 
 
+def test_value_out_of_the_wires_range_is_refused_in_a_sentence() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"seed: expected a value that a request can carry \(.*\), got -1"):
+        build_request("a", {"seed": -1})
+
+
 def test_unknown_option_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="temprature"):
         build_request("a", {"temprature": 1})  # type: ignore[typeddict-unknown-key]
