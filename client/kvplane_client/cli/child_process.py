@@ -91,7 +91,8 @@ class ChildProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                # gRPC's core has log lines of its own, which are no JSON.
+                env={"GRPC_VERBOSITY": "NONE", **os.environ, "PYTHONUNBUFFERED": "1"},
             )
         except OSError:
             log.close()

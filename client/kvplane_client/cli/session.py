@@ -5,7 +5,6 @@ Station: every command that talks to a server runs inside one of these contexts.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -25,7 +24,6 @@ __all__ = [
     "EXIT_UNAVAILABLE",
     "CommandError",
     "generation_session",
-    "quiet_grpc",
     "reported",
     "session",
 ]
@@ -71,7 +69,6 @@ def session(server: str, *, as_json: bool, wait: float) -> Iterator[Client]:
         as_json: Report errors as JSON.
         wait: Seconds to wait for the server to become ready; 0 does not wait.
     """
-    quiet_grpc()
     with reported(as_json, server), Client(server, retry=NO_RETRY) as client:
         if wait > 0:
             client.wait_ready(wait)
@@ -89,12 +86,16 @@ def generation_session(server: str, *, as_json: bool, wait: float) -> Iterator[t
     """
     with session(server, as_json=as_json, wait=wait) as probe:
         model = probe.get_model()
-        with Client(server, retry=RetryPolicy(), on_retry=_say_retry) as client:
+        with Client(server, retry=RetryPolicy(), on_retry=_note_retry if as_json else _say_retry) as client:
             yield client, model
 
 
 def _say_retry(error: KvPlaneError, pause: float) -> None:
     err_console().print(f"[dim]connection lost, trying again in {pause:.1f} s: {escape(error.message)}[/dim]")
+
+
+def _note_retry(error: KvPlaneError, pause: float) -> None:
+    print_json({"event": "retrying", "pause": pause, "message": error.message}, to_stderr=True)
 
 
 def _plain_document(code: str, message: str) -> dict[str, object]:
@@ -110,8 +111,3 @@ def _fail(exit_code: int, message: str, document: dict[str, object], as_json: bo
         if advice:
             console.print(f"[dim]{escape(advice)}[/dim]")
     raise typer.Exit(exit_code)
-
-
-def quiet_grpc() -> None:
-    """Keeps gRPC's own log lines, which describe its connections, away from the user's terminal."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")

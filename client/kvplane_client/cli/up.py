@@ -18,7 +18,7 @@ from kvplane_client.cli import options as opt
 from kvplane_client.cli.child_process import ChildProcess, ChildSpec
 from kvplane_client.cli.model_store import KNOWN_MODELS, installed_path, resolve
 from kvplane_client.cli.output import err_console
-from kvplane_client.cli.session import CommandError, quiet_grpc, reported
+from kvplane_client.cli.session import CommandError, reported
 from kvplane_client.cli.supervisor import Supervisor, SupervisorSettings
 from kvplane_client.cli.up_view import UpView
 from kvplane_client.errors import UnavailableError
@@ -122,7 +122,6 @@ def up(
         "--drain-timeout-s": drain_seconds,
     }
     settings = SupervisorSettings(restart_executor=restart_executor, drain_seconds=drain_seconds + _STOP_SECONDS)
-    quiet_grpc()
     with reported(as_json):
         port = _free_port(host, port)
         address = server_address(host, port)

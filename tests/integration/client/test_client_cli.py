@@ -143,6 +143,16 @@ def test_generate_survives_a_break_and_says_so(cli: Cli, threaded_manager: Threa
     assert "trying again" in result.stderr
 
 
+def test_generate_json_tells_of_a_break_in_json(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    threaded_manager.scripts.generate = [break_after(4), answer]
+
+    result = cli("generate", "a", "--json")
+
+    assert (result.exit_code, lines(result)[-1]["finish_reason"]) == (0, "length")
+    (notice,) = [json.loads(line) for line in result.stderr.splitlines()]
+    assert (notice["event"], notice["pause"] > 0) == ("retrying", True)
+
+
 def test_error_is_explained_without_a_traceback(cli: Cli, threaded_manager: ThreadedManager) -> None:
     refusal = failing_stream(grpc.StatusCode.INVALID_ARGUMENT, "top_p: expected (0, 1], got [2]", "BAD", top_p="2")
     threaded_manager.scripts.generate = [refusal]
