@@ -32,9 +32,10 @@ _log = structlog.get_logger(__name__)
 
 
 def default_cache_dir() -> Path:
-    """The folder `converted` in $KVPLANE_CACHE, or in ~/.cache/kvplane."""
-    configured = os.environ.get("KVPLANE_CACHE")
-    return (Path(configured) if configured else Path.home() / ".cache" / "kvplane") / "converted"
+    """The folder `converted` in $KVPLANE_CACHE, or in kvplane below $XDG_CACHE_HOME or ~/.cache."""
+    if own := os.environ.get("KVPLANE_CACHE"):
+        return Path(own) / "converted"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvplane" / "converted"
 
 
 def converted_folder(gguf_file: Path, cache_dir: Path) -> Path:

@@ -63,7 +63,7 @@ class TorchBackendConfig:
         memory_limit: bytes to count as the device's memory; None is what `memory_profiler.total_memory` finds.
         num_blocks_override: this many blocks, whatever fits; None measures.
         num_threads: torch's threads; None leaves torch's choice (OMP_NUM_THREADS).
-        cache_dir: where converted GGUF files lie; None is `converted` in $KVPLANE_CACHE or ~/.cache/kvplane.
+        cache_dir: where converted GGUF files lie; None is `default_cache_dir()`.
     """
 
     model: str

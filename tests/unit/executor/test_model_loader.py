@@ -253,4 +253,7 @@ def test_default_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("KVPLANE_CACHE", "/some/where")
     assert default_cache_dir() == Path("/some/where/converted")
     monkeypatch.delenv("KVPLANE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/other")
+    assert default_cache_dir() == Path("/other/kvplane/converted")
+    monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_cache_dir() == Path.home() / ".cache" / "kvplane" / "converted"

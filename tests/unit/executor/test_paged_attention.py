@@ -12,7 +12,7 @@ from executor_service.kernels.torch_paged import paged_attention
 from tests.unit.executor.step_builder import Row, build_step
 
 # (dtype, absolute tolerance, relative tolerance)
-TOLERANCES = [(torch.float32, 2e-6, 1e-5), (torch.bfloat16, 2e-2, 2e-2)]
+TOLERANCES = [(torch.float32, 2e-6, 1e-5), (torch.bfloat16, 2e-2, 2e-2), (torch.float16, 2e-3, 2e-3)]
 CPU = torch.device("cpu")
 WIDE = AttentionLimits(gather_tokens=1 << 16)
 # Every bound so small that it splits: one row a group, 16 queries a mask, indices made per layer.
@@ -84,7 +84,7 @@ def _run(
     return actual, expected
 
 
-@pytest.mark.parametrize("tolerance", TOLERANCES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("tolerance", TOLERANCES, ids=["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("limits", [WIDE, NARROW], ids=["wide", "narrow"])
 @pytest.mark.parametrize("block_size", [1, 8, 16, 32])
 @pytest.mark.parametrize("shapes", STEPS.values(), ids=STEPS.keys())
