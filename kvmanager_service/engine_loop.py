@@ -110,6 +110,7 @@ class EngineLoop:
         """See `engine_api.Engine.reset_prefix_cache`."""
         if self._scheduler is None:
             raise self._unavailable()
+        self._wake.set()  # the executor is to forget its tags, too
         return self._scheduler.reset_prefix_cache()
 
     def model(self) -> ModelView:

@@ -115,7 +115,8 @@ class Scheduler:
         and blocks last. A running request that finds no block preempts others by the policy, or yields itself.
 
         Returns:
-            The step, or None when there is nothing to compute now. Call `take_outputs` in either case.
+            The step, or None when there is nothing to compute now. Call `take_outputs` in either case. When no request
+            is left, a step without rows takes along the tags that no other step would.
         """
         if len(self.outstanding) >= self.config.max_outstanding:
             return None
@@ -127,7 +128,7 @@ class Scheduler:
         # Whoever was preempted would be the first to come back. If nothing else will bring about another call, it may.
         if not preempted or not (rows or self.outstanding):
             self._admit_waiting(rows, budget, step_id)
-        if not rows:
+        if not rows and (self.has_work or not self._tags):
             return None
         return self._make_step(step_id, list(rows.values()))
 
@@ -226,7 +227,11 @@ class Scheduler:
 
     def _take_tags(self) -> list[tuple[int, BlockContent | None]]:
         blocks = self.kv.pool.blocks
-        tags = [(block_id, content) for block_id, content in self._tags if blocks[block_id].content is content]
+        tags = [
+            (block_id, content)
+            for block_id, content in self._tags
+            if blocks[block_id].content is content and not blocks[block_id].provisional_step
+        ]
         self._tags = []
         return tags
 
@@ -356,6 +361,7 @@ class Scheduler:
         lost = list(self.outstanding)
         self.outstanding.clear()
         self.stats.steps_failed += len(lost)
+        self._tags = [tag for step in lost for tag in step.tags] + self._tags  # the executor may not have stored them
         self.kv.pool.forget_provisional()
         suspects = [row.request for row in lost[0].rows] if lost else []
         self._requeue_running()
@@ -395,7 +401,7 @@ class Scheduler:
                 requests_running=len(self.running),
             )
         forgotten = self.kv.pool.reset_prefix_cache()
-        self._tags = [(block.block_id, None) for block in forgotten]
+        self._tags += [(block.block_id, None) for block in forgotten]
         return len(forgotten)
 
     # --- the end of a request -------------------------------------------------------------------------------------

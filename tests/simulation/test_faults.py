@@ -71,6 +71,23 @@ def test_simulation_restarted_manager_adopts_the_cache_and_hits_it() -> None:
     assert world.produced["after"].token_ids == expected_tokens(prompt, 8, vocab_size=VOCAB_SIZE)
 
 
+def test_simulation_manager_restarted_when_idle_adopts_all_it_had_computed() -> None:
+    world = World(40, 4)
+    world.scheduler.add_request(make_new("only", range(22), max_tokens=1))
+    world.run()
+    assert world.step(), "the last tags go without rows"
+    assert world.adopt_cache() == 5
+
+
+def test_simulation_manager_restarted_after_a_reset_adopts_nothing() -> None:
+    world = World(40, 4)
+    world.scheduler.add_request(make_new("only", range(22), max_tokens=8))
+    world.run()
+    world.scheduler.reset_prefix_cache()
+    world.step()
+    assert world.adopt_cache() == 0
+
+
 def test_simulation_many_lives_meet_every_fault_and_every_end() -> None:
     """The lives above prove nothing about faults that they never meet."""
     faults: set[str] = set()

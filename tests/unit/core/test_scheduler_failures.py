@@ -172,6 +172,43 @@ def test_update_distrusted_blocks_lose_their_tags_at_the_executor() -> None:
     assert (block_id, None) in scheduler.schedule().tags
 
 
+def test_lose_steps_tags_of_a_lost_step_go_with_the_next() -> None:
+    scheduler = make_scheduler()
+    request = scheduler.add_request(make_new("a", 6))
+    scheduler.add_request(make_new("b", 3))
+    run_step(scheduler)
+    block_id, content = request.blocks[0].block_id, request.contents[0]
+    assert scheduler.schedule().tags == [(block_id, content)]
+    scheduler.lose_steps()
+    step = scheduler.schedule()
+    assert step.tags == [(block_id, content)]
+    scheduler.update(make_result(step, failed=[0]))
+    assert (block_id, None) in scheduler.schedule().tags
+    scheduler.lose_steps()
+    assert (block_id, None) in scheduler.schedule().tags, "the executor still holds a tag of what is not trusted"
+
+
+def test_schedule_block_filled_anew_is_not_tagged_before_that_is_acknowledged() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=4, block_size=4), max_outstanding=2)
+    prompt = list(range(5))
+    first = scheduler.add_request(make_new("first", prompt, max_tokens=2))
+    second = scheduler.add_request(make_new("second", prompt, max_tokens=2))
+    run_step(scheduler)
+    assert first.blocks[0] is second.blocks[0]
+    block = first.blocks[0]
+    block.provisional_step = 99
+    assert scheduler.schedule().tags == []
+
+
+def test_schedule_nothing_left_sends_the_last_tags_in_a_step_without_rows() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_new("a", 9, max_tokens=1))
+    run_step(scheduler)
+    step = run_step(scheduler)
+    assert (step.rows, len(step.tags)) == ([], 2)
+    assert scheduler.schedule() is None
+
+
 def test_lose_steps_unhashes_provisional_blocks_and_schedules_anew() -> None:
     scheduler = make_scheduler(max_outstanding=2)
     scheduler.add_request(make_new("a", 9))
@@ -294,6 +331,9 @@ def test_reset_prefix_cache_idle_forgets_all_here_and_at_the_executor() -> None:
     scheduler.add_request(make_new("a", prompt, max_tokens=1))
     run_step(scheduler)
     assert scheduler.reset_prefix_cache() == 2
+    step = run_step(scheduler)
+    assert step.rows == []
+    assert [content for _, content in step.tags] == [None, None]
     scheduler.add_request(make_new("b", prompt, max_tokens=1))
     step = scheduler.schedule()
     assert rows_of(step) == {"b": (0, 9)}
