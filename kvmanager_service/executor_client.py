@@ -2,7 +2,7 @@
 
 Station: made by `EngineLoop` for the executor it uses; calls `ExecutorService`. It knows no request.
 
-    connect: GetModelInfo ─▶ ProfileMemory ─▶ InitializeKvCache, or ListBlockTags when the cache is already filled
+    connect: ProfileMemory ─▶ GetModelInfo ─▶ InitializeKvCache, or ListBlockTags when the cache is already filled
     StepStream: steps go down in order, results come back in order; the first failure ends it
 """
 
@@ -28,7 +28,7 @@ _log = structlog.get_logger(__name__)
 MAX_MESSAGE_BYTES = 256 << 20
 UNARY_TIMEOUT_S = 30.0
 PROFILE_TIMEOUT_S = 900.0
-"""A profile run is a real forward pass at the largest step; on a CPU that takes a while."""
+"""A profile run is a real forward pass at the largest step, and a cache is memory to touch: both take a while."""
 
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -81,19 +81,20 @@ class ExecutorConnection:
             ExecutorLostError: a call failed.
         """
         try:
-            info = await self._stub.GetModelInfo(
-                pb.GetModelInfoRequest(include_tokenizer_files=True), timeout=UNARY_TIMEOUT_S
-            )
+            # First: under other limits than those its cache was made for, an executor's cache is gone.
             profile = await self._stub.ProfileMemory(
                 pb.ProfileMemoryRequest(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs),
                 timeout=PROFILE_TIMEOUT_S,
+            )
+            info = await self._stub.GetModelInfo(
+                pb.GetModelInfoRequest(include_tokenizer_files=True), timeout=UNARY_TIMEOUT_S
             )
             if info.HasField("kv_cache") and info.kv_cache.kv_epoch == known_epoch:
                 return ReadyExecutor(info, info.kv_cache, None)
             if info.HasField("kv_cache") and info.kv_cache.num_blocks == profile.num_blocks:
                 return ReadyExecutor(info, info.kv_cache, await self._list_tags(info.kv_cache.kv_epoch))
             initialized = await self._stub.InitializeKvCache(
-                pb.InitializeKvCacheRequest(num_blocks=profile.num_blocks), timeout=UNARY_TIMEOUT_S
+                pb.InitializeKvCacheRequest(num_blocks=profile.num_blocks), timeout=PROFILE_TIMEOUT_S
             )
             return ReadyExecutor(info, initialized.kv_cache, [])
         except grpc.aio.AioRpcError as error:

@@ -36,7 +36,8 @@ class ExecutorServiceStub:
     """GetModelInfo describes the model, its KV groups and the state of the cache."""
     ProfileMemory: grpc.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.ProfileMemoryRequest, kvplane.executor.v1.executor_service_pb2.ProfileMemoryResponse]
     """ProfileMemory measures how many blocks fit: it runs a real forward pass and sampling at the given limits and takes
-    the peak. The result is kept and returned again for the same limits. Errors: INVALID_ARGUMENT for limits below
+    the peak. The result is kept and returned again for the same limits. Under other limits than those the cache was
+    made for, the cache is gone. Errors: INVALID_ARGUMENT for limits below
     1, FAILED_PRECONDITION when not even one sequence of max_model_len fits.
     """
     InitializeKvCache: grpc.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.InitializeKvCacheRequest, kvplane.executor.v1.executor_service_pb2.InitializeKvCacheResponse]
@@ -74,7 +75,8 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     """GetModelInfo describes the model, its KV groups and the state of the cache."""
     ProfileMemory: grpc.aio.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.ProfileMemoryRequest, kvplane.executor.v1.executor_service_pb2.ProfileMemoryResponse]  # type: ignore[assignment]
     """ProfileMemory measures how many blocks fit: it runs a real forward pass and sampling at the given limits and takes
-    the peak. The result is kept and returned again for the same limits. Errors: INVALID_ARGUMENT for limits below
+    the peak. The result is kept and returned again for the same limits. Under other limits than those the cache was
+    made for, the cache is gone. Errors: INVALID_ARGUMENT for limits below
     1, FAILED_PRECONDITION when not even one sequence of max_model_len fits.
     """
     InitializeKvCache: grpc.aio.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.InitializeKvCacheRequest, kvplane.executor.v1.executor_service_pb2.InitializeKvCacheResponse]  # type: ignore[assignment]
@@ -121,7 +123,8 @@ class ExecutorServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvplane.executor.v1.executor_service_pb2.ProfileMemoryResponse, collections.abc.Awaitable[kvplane.executor.v1.executor_service_pb2.ProfileMemoryResponse]]:
         """ProfileMemory measures how many blocks fit: it runs a real forward pass and sampling at the given limits and takes
-        the peak. The result is kept and returned again for the same limits. Errors: INVALID_ARGUMENT for limits below
+        the peak. The result is kept and returned again for the same limits. Under other limits than those the cache was
+        made for, the cache is gone. Errors: INVALID_ARGUMENT for limits below
         1, FAILED_PRECONDITION when not even one sequence of max_model_len fits.
         """
 
