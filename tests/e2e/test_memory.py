@@ -1,0 +1,257 @@
+"""Memory is real: what the profile promises holds under load, what does not fit is refused, and the formula is the one
+that the log shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cluster import Event, ServiceProcess, environment, eventually, settled
+from kvplane_client import NO_RETRY, AsyncClient, ManagerState
+from model_cluster import ModelCluster, model_cluster, wait_patiently
+
+from executor_service.gguf_conversion import converted_folder, default_cache_dir
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(3000)]
+
+GIB = 1 << 30
+LIMIT = 2 * GIB
+VOCAB_SIZE = 49_152
+MANAGER: dict[str, object] = {"max_num_batched_tokens": 1024, "max_num_seqs": 128}
+
+
+@pytest.fixture(scope="module")
+def gguf() -> Path:
+    path = os.environ.get("KVPLANE_TEST_MODEL")
+    if not path:
+        pytest.skip("KVPLANE_TEST_MODEL names no model")
+    converted_folder(Path(path), default_cache_dir())
+    return Path(path)
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ModelCluster]:
+    with model_cluster(request, tmp_path) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        float(os.environ.get("KVPLANE_MEMORY_SECONDS", "45")),
+        pytest.param(300.0, marks=pytest.mark.soak),
+    ],
+)
+async def test_resident_memory_stays_under_the_limit_at_full_load(
+    cluster: ModelCluster, gguf: Path, seconds: float
+) -> None:
+    cluster.start_manager(lease_ms=60_000, **MANAGER)
+    executor = cluster.start_model_executor(gguf, memory_limit=LIMIT, cache_dir=default_cache_dir())
+    with PeakWatch(executor.pid) as watch:
+        wait_patiently(cluster.manager, "executor_active")
+        started = watch.peak_bytes
+        async with cluster.client(retry=NO_RETRY) as client:
+            load = Load(client, (await client.get_model()).max_model_len)
+            await load.run(seconds)
+            stats = await settled(client)
+        children = psutil.Process(executor.pid).children(recursive=True)
+    profile = profile_of(executor)
+    for name, value in {
+        "peak_bytes": watch.peak_bytes,
+        "peak_while_starting_bytes": started,
+        "profiled_peak_bytes": profile["peak_bytes"],
+        "num_blocks": profile["num_blocks"],
+        "longest_done": load.longest_done,
+        "others_done": load.others_done,
+        "most_running": load.most_running,
+        "preemptions": stats.preemptions,
+        "tokens_computed": stats.tokens_computed,
+    }.items():
+        print(f"{name}: {value}")
+    assert not children, "their memory would have to be added"
+    assert stats.state is ManagerState.SERVING
+    assert stats.steps_failed == 0
+    assert load.fewest_free_blocks <= profile["num_blocks"] // 100, "expected a load that fills the pool"
+    assert watch.peak_bytes < LIMIT
+
+
+async def test_limit_that_is_too_small_is_refused_with_numbers_and_flags(cluster: ModelCluster, gguf: Path) -> None:
+    cluster.expected_errors.add("memory_not_enough")
+    cluster.start_manager(lease_ms=60_000, **MANAGER)
+    executor = cluster.start_model_executor(gguf, memory_limit=GIB, cache_dir=default_cache_dir())
+    wait_patiently(executor, "memory_not_enough")
+    async with cluster.client(retry=NO_RETRY) as client:
+
+        async def refusal() -> str | None:
+            return (await client.list_executors())[0].last_error
+
+        message = await eventually(refusal, "the manager to show why it does not use the executor")
+        assert (await client.get_stats()).state is ManagerState.NO_EXECUTOR
+    profile = profile_of(executor)
+    assert message.startswith("FAILED_PRECONDITION: one sequence of max_model_len=8192 tokens needs 513 KV blocks")
+    for value in ("bytes_per_block", "total_bytes", "utilization", "peak_bytes", "weights_bytes", "available_bytes"):
+        assert str(profile[value]) in message
+    flags = ("--memory-limit", "--gpu-memory-utilization", "--max-model-len", "--max-num-batched-tokens")
+    assert all(flag in message for flag in (*flags, "--max-num-seqs"))
+    # The same in the executor's own log and on a user's terminal, and measured once, however often the manager asks.
+    assert executor.wait_event("memory_not_enough")["error"] == message.removeprefix("FAILED_PRECONDITION: ")
+    shown = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-m", "kvplane_client.cli", "executors", "--json", "--server", cluster.address],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert message in shown.stdout
+    await cluster.manager.logged("executor_lost", count=3)
+    assert len(executor.events("memory_profile")) == 1
+
+
+async def test_twice_the_limit_gives_the_blocks_of_the_formula(cluster: ModelCluster, gguf: Path) -> None:
+    cluster.start_manager(lease_ms=60_000, max_num_batched_tokens=256, max_num_seqs=16)
+    profiles = []
+    for count, limit in enumerate((LIMIT, 2 * LIMIT), start=1):
+        executor = cluster.start_model_executor(
+            gguf, memory_limit=limit, max_model_len=2048, cache_dir=default_cache_dir()
+        )
+        wait_patiently(cluster.manager, "executor_active", count)
+        profiles.append(profile_of(executor))
+        assert cluster.manager.events("kv_cache_ready")[-1]["num_blocks"] == profiles[-1]["num_blocks"]
+        executor.kill()
+    for profile, limit in zip(profiles, (LIMIT, 2 * LIMIT), strict=True):
+        assert profile["total_bytes"] == limit
+        left = math.floor(profile["utilization"] * limit) - profile["peak_bytes"]
+        assert profile["available_bytes"] == left
+        assert profile["num_blocks"] == left // profile["bytes_per_block"]
+        assert 0 < profile["weights_bytes"] < profile["peak_bytes"]
+    one, two = profiles
+    assert one["bytes_per_block"] == two["bytes_per_block"]
+    expected = one["utilization"] * LIMIT / one["bytes_per_block"]
+    allowed = abs(two["peak_bytes"] - one["peak_bytes"]) / one["bytes_per_block"] + 1
+    assert abs(two["num_blocks"] - one["num_blocks"] - expected) <= allowed
+
+
+def profile_of(executor: ServiceProcess) -> Event:
+    """The terms of the formula, as the executor logged them."""
+    return executor.wait_event("memory_profile")
+
+
+class PeakWatch:
+    """Context that follows a process's resident high-water mark.
+
+    The executor resets the mark before it profiles, so it is read again and again, not only at the end.
+
+    Attributes:
+        peak_bytes: the highest so far.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.peak_bytes = 0
+        self._status = Path(f"/proc/{pid}/status")
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def __enter__(self) -> PeakWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        last_look = False
+        while not last_look:
+            last_look = self._done.wait(0.005)
+            for line in self._status.read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    self.peak_bytes = max(self.peak_bytes, int(line.split()[1]) * 1024)
+
+
+class Load:
+    """Requests of every kind at once, for a while: longest prompts, many short ones, every sampling parameter.
+
+    Attributes:
+        longest_done: requests of full length that ended.
+        others_done: the others that ended.
+        fewest_free_blocks: how full the pool was.
+        most_running: how many requests had blocks at once.
+    """
+
+    def __init__(self, client: AsyncClient, max_model_len: int) -> None:
+        self.longest_done = 0
+        self.others_done = 0
+        self.fewest_free_blocks = 1 << 62
+        self.most_running = 0
+        self._client = client
+        self._max_model_len = max_model_len
+        self._rng = random.Random(1)
+
+    async def run(self, seconds: float) -> None:
+        """Load until the time is over, one of the longest is done and the pool was full."""
+        # First come, first served: the many first, so that the longest run beside full steps of them.
+        kinds = [self._short] * 120 + [self._medium] * 6 + [self._longest] * 2
+        workers = [asyncio.create_task(self._repeat(kind)) for kind in kinds]
+        until = time.monotonic() + seconds
+        while time.monotonic() < until or not self.longest_done:
+            stats = await self._client.get_stats()
+            assert stats.pool is not None
+            self.fewest_free_blocks = min(self.fewest_free_blocks, stats.pool.free_blocks)
+            self.most_running = max(self.most_running, stats.requests_running)
+            done, _ = await asyncio.wait(workers, timeout=0.25, return_when=asyncio.FIRST_EXCEPTION)
+            for failed in done:
+                failed.result()
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _repeat(self, once: Callable[[], Any]) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            while True:
+                await once()
+
+    async def _longest(self) -> None:
+        """A sequence that ends where the model's length ends, its last steps with everything on."""
+        await self._generate(self._max_model_len - 16, 16, self._everything())
+        self.longest_done += 1
+
+    async def _medium(self) -> None:
+        await self._generate(self._rng.randint(500, 2000), self._rng.randint(8, 40), self._some())
+        self.others_done += 1
+
+    async def _short(self) -> None:
+        await self._generate(self._rng.randint(1, 60), self._rng.randint(8, 48), self._some())
+        self.others_done += 1
+
+    async def _generate(self, prompt_tokens: int, max_tokens: int, options: dict[str, Any]) -> None:
+        prompt = [self._rng.randrange(VOCAB_SIZE) for _ in range(prompt_tokens)]
+        await self._client.generate(prompt, max_tokens=max_tokens, ignore_eos=True, **options)
+
+    def _everything(self) -> dict[str, Any]:
+        penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.2}
+        return {"temperature": 1.5, "top_p": 0.9999, "min_p": 1e-6, "logprobs": 20, "logit_bias": {5: 1.0}} | penalties
+
+    def _some(self) -> dict[str, Any]:
+        kinds: list[dict[str, Any]] = [
+            {"temperature": 0},
+            {"temperature": 1.0},
+            {"temperature": 0.8, "top_k": 40, "logprobs": 5},
+            {"temperature": 2.0, "top_p": 0.95},
+            {"temperature": 0, "repetition_penalty": 1.2, "logprobs": 20},
+            self._everything(),
+        ]
+        return self._rng.choice(kinds)
