@@ -53,7 +53,10 @@ class Admission:
     @staticmethod
     def takes_long(request: pb.GenerateRequest) -> bool:
         """Whether admitting a request leaves the loop for a thread, so that others should not wait for it."""
-        size = len(request.text) + sum(len(message.content) for message in request.chat.messages)
+        messages = request.chat.messages
+        if max(len(request.text), len(messages)) > INLINE_CHARS // 2:
+            return True
+        size = sum(len(message.content) for message in messages)
         return size > INLINE_CHARS // 2 or len(request.resume_token_ids.ids) > INLINE_RESUMED
 
     async def admit(self, request: pb.GenerateRequest, make_sink: Callable[[RequestStream], _Sink]) -> _Sink:

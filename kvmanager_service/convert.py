@@ -46,6 +46,7 @@ def check_request(request: pb.GenerateRequest, model: ModelView) -> SamplingPara
     _check_fits_model(len(request.token_ids.ids), model)
     if request.HasField("chat") and not request.chat.messages:
         raise _invalid("chat.messages", "at least one message", "none", "add one")
+    _check_count("chat.messages", request.chat.messages, model.max_model_len)
     _check_stopping(request.stopping, model)
     return to_sampling(request.sampling, model)
 

@@ -129,7 +129,7 @@ class Request:
     """A request the scheduler owns.
 
     Attributes:
-        token_bytes: known tokens, prompt then output, little-endian int32.
+        token_bytes: known tokens, prompt then output, little-endian int32; none once it has ended.
         num_tokens: how many tokens are known.
         num_pending_tokens: tokens being sampled by outstanding steps: their ids are not known yet.
         num_computed_tokens: tokens whose K/V is computed or being computed by an outstanding step.
@@ -236,6 +236,11 @@ class Request:
         """A sampled token became known."""
         self.token_bytes += token_id.to_bytes(TOKEN_BYTES, "little", signed=True)
         self.num_tokens += 1
+
+    def drop_tokens(self) -> None:
+        """It has ended and will be looked at only: how many tokens there were is kept, which they were is not."""
+        self.token_bytes = bytearray()
+        self.block_hashes = []
 
     def tokens(self, start: int, stop: int) -> bytes:
         """Known tokens [start, stop) as little-endian int32 bytes."""

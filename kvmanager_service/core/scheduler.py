@@ -412,6 +412,7 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason, output: RequestOutput) -> None:
         request.last_block_id_bytes = bytes(request.block_id_bytes)
         self.kv.free(request)
+        request.drop_tokens()
         self.book.end(request, reason, output)
 
     # --- checks ---------------------------------------------------------------------------------------------------

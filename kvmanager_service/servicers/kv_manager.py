@@ -32,6 +32,9 @@ _STATUSES = {
     RequestStatus.PREEMPTED: pb.REQUEST_STATUS_PREEMPTED,
     RequestStatus.FINISHED: pb.REQUEST_STATUS_FINISHED,
 }
+MAX_BLOCKS_LOOKED_AT = 10_000
+"""Blocks that one ListBlocks call looks at: 10 ms of the loop that all streams share."""
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -79,14 +82,15 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
             start = read_block_token(request.page_token)
             blocks = self._engine.blocks()
             page: list[pb.BlockInfo] = []
-            for index in range(start, len(blocks)):
+            end = min(len(blocks), start + MAX_BLOCKS_LOOKED_AT)
+            for index in range(start, end):
                 block = blocks[index]
                 if not _selects(request.filter, block):
                     continue
                 if len(page) == size:
                     return pb.ListBlocksResponse(blocks=page, next_page_token=str(page[-1].block_id))
                 page.append(_to_block_info(block))
-            return pb.ListBlocksResponse(blocks=page)
+            return pb.ListBlocksResponse(blocks=page, next_page_token=str(end) if end < len(blocks) else "")
 
     async def ResetPrefixCache(  # noqa: N802
         self, request: pb.ResetPrefixCacheRequest, context: Context

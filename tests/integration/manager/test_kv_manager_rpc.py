@@ -114,6 +114,7 @@ class LazyBlocks:
     def __init__(self, count: int) -> None:
         self.count = count
         self.looks = 0
+        self.rare = 0  # the only block in use, or 0 for every other one
 
     def __len__(self) -> int:
         return self.count
@@ -121,7 +122,8 @@ class LazyBlocks:
     def __getitem__(self, index: int) -> BlockView:
         self.looks += 1
         block_id = index + 1
-        return BlockView(block_id, ref_cnt=block_id % 2, block_hash=b"h" * 16 if block_id % 3 == 0 else b"")
+        ref_cnt = int(block_id == self.rare) if self.rare else block_id % 2
+        return BlockView(block_id, ref_cnt=ref_cnt, block_hash=b"h" * 16 if block_id % 3 == 0 else b"")
 
 
 @pytest.mark.parametrize(
@@ -155,6 +157,22 @@ async def test_list_blocks_page_of_a_large_pool_looks_at_no_other_block(manager:
     page = await manager.kv.ListBlocks(pb.ListBlocksRequest(page_token="500000"))
     assert (page.blocks[0].block_id, len(page.blocks), page.next_page_token) == (500_001, 1_000, "501000")
     assert blocks.looks == 1_001
+
+
+async def test_list_blocks_filter_that_selects_few_of_a_large_pool_looks_at_a_part_of_it_a_page(
+    manager: Manager,
+) -> None:
+    blocks = LazyBlocks(25_000)
+    manager.engine.block_views = blocks  # type: ignore[assignment]
+    blocks.rare = 20_001
+    request = pb.ListBlocksRequest(filter=pb.BLOCK_FILTER_USED)
+    listed = []
+    for token in ("10000", "20000", ""):
+        page = await manager.kv.ListBlocks(request)
+        listed.append([block.block_id for block in page.blocks])
+        assert (blocks.looks, page.next_page_token) == (min(10_000, blocks.looks), token)
+        request.page_token, blocks.looks = page.next_page_token, 0
+    assert listed == [[], [], [20_001]]
 
 
 async def test_list_blocks_shows_hash_and_provisional(manager: Manager) -> None:

@@ -161,6 +161,15 @@ def test_abort_between_schedule_and_result_frees_blocks_at_once_and_ignores_the_
     assert scheduler.schedule().rows[0].start == 4
 
 
+def test_finished_requests_keep_their_numbers_but_no_tokens() -> None:
+    scheduler = make_scheduler(max_outstanding=2)
+    request = scheduler.add_request(make_new("a", 9, max_tokens=2))
+    run_step(scheduler)
+    run_step(scheduler)
+    assert (request.token_bytes, request.block_hashes) == (b"", [])
+    assert (request.num_prompt_tokens, request.num_output_tokens) == (9, 2)
+
+
 def test_finished_requests_keep_their_last_table_for_a_while() -> None:
     scheduler = make_scheduler(max_waiting=KEPT_FINISHED + 10)
     for index in range(KEPT_FINISHED + 1):

@@ -114,6 +114,7 @@ BAD = [
     (pb.GenerateRequest(token_ids=pb.TokenIds()), "prompt"),
     (pb.GenerateRequest(), "prompt"),
     (pb.GenerateRequest(chat=pb.ChatPrompt()), "chat.messages"),
+    (pb.GenerateRequest(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user")] * 129)), "chat.messages"),
     (generate_request(request_id="x" * 257), "request_id"),
     (generate_request(cache_salt="x" * 257), "cache_salt"),
     (generate_request(resume_token_ids=pb.TokenIds(ids=[610])), "resume_token_ids"),

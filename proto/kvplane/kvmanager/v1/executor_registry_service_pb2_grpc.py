@@ -55,7 +55,8 @@ class ExecutorRegistryServiceServicer(object):
         """Register announces an executor or renews its lease. The manager connects back to the address. An executor that
         does not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not
         host:port, ALREADY_EXISTS for an id that is registered with another address, FAILED_PRECONDITION when the executor
-        serves another model than the manager, UNAVAILABLE for a new one when draining or when there are too many.
+        serves another model than the manager or one that it cannot use, UNAVAILABLE for a new one when draining or when
+        there are too many.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -31,7 +31,8 @@ class ExecutorRegistryServiceStub:
     """Register announces an executor or renews its lease. The manager connects back to the address. An executor that
     does not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not
     host:port, ALREADY_EXISTS for an id that is registered with another address, FAILED_PRECONDITION when the executor
-    serves another model than the manager, UNAVAILABLE for a new one when draining or when there are too many.
+    serves another model than the manager or one that it cannot use, UNAVAILABLE for a new one when draining or when
+    there are too many.
     """
     ListExecutors: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsResponse]
     """ListExecutors returns the executors whose lease is valid, in order of registration."""
@@ -45,7 +46,8 @@ class ExecutorRegistryServiceAsyncStub(ExecutorRegistryServiceStub):
     """Register announces an executor or renews its lease. The manager connects back to the address. An executor that
     does not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not
     host:port, ALREADY_EXISTS for an id that is registered with another address, FAILED_PRECONDITION when the executor
-    serves another model than the manager, UNAVAILABLE for a new one when draining or when there are too many.
+    serves another model than the manager or one that it cannot use, UNAVAILABLE for a new one when draining or when
+    there are too many.
     """
     ListExecutors: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsResponse]  # type: ignore[assignment]
     """ListExecutors returns the executors whose lease is valid, in order of registration."""
@@ -62,7 +64,8 @@ class ExecutorRegistryServiceServicer(metaclass=abc.ABCMeta):
         """Register announces an executor or renews its lease. The manager connects back to the address. An executor that
         does not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not
         host:port, ALREADY_EXISTS for an id that is registered with another address, FAILED_PRECONDITION when the executor
-        serves another model than the manager, UNAVAILABLE for a new one when draining or when there are too many.
+        serves another model than the manager or one that it cannot use, UNAVAILABLE for a new one when draining or when
+        there are too many.
         """
 
     @abc.abstractmethod

@@ -39,7 +39,9 @@ class GenerateRequest(google.protobuf.message.Message):
     or running gets ALREADY_EXISTS.
     """
     text: builtins.str
-    """text is tokenised by the server with the model's special tokens added."""
+    """text is tokenised by the server with the model's special tokens added. FAILED_PRECONDITION when the model has no
+    tokenizer.
+    """
     priority: builtins.int
     """priority orders requests under the priority policy: a lower value is served first and preempted last.
     The FCFS policy ignores it.
@@ -124,7 +126,7 @@ class ChatPrompt(google.protobuf.message.Message):
     MESSAGES_FIELD_NUMBER: builtins.int
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """messages is the conversation, oldest first. At least one."""
+        """messages is the conversation, oldest first. At least one, at most GetModelResponse.max_model_len."""
 
     def __init__(
         self,
@@ -308,7 +310,9 @@ class StoppingParams(google.protobuf.message.Message):
     """include_stop keeps a matched stop string at the end of the text."""
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """stop are strings that end the output, each 1 to 256 characters, at most 16. The output is cut before the match."""
+        """stop are strings that end the output, each 1 to 256 characters, at most 16. The output is cut before the match.
+        FAILED_PRECONDITION when the model has no tokenizer.
+        """
 
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

@@ -70,7 +70,9 @@ class InferenceServiceServicer(object):
     def Generate(self, request, context):
         """Generate runs one request and streams its output. Cancelling the call, or its deadline, frees the request's
         blocks at once. Errors: INVALID_ARGUMENT for a bad parameter or a prompt that can never fit, ALREADY_EXISTS
-        for an id in use, RESOURCE_EXHAUSTED when the queue is full or a lone request outgrew the pool, UNAVAILABLE.
+        for an id in use, FAILED_PRECONDITION for what the model has no tokenizer or chat template for, RESOURCE_EXHAUSTED
+        when the queue is full or a lone request outgrew the pool, INTERNAL when the executor could not compute it,
+        UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,9 @@ class InferenceServiceStub:
     Generate: grpc.UnaryStreamMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GenerateRequest, kvplane.kvmanager.v1.inference_service_pb2.GenerateResponse]
     """Generate runs one request and streams its output. Cancelling the call, or its deadline, frees the request's
     blocks at once. Errors: INVALID_ARGUMENT for a bad parameter or a prompt that can never fit, ALREADY_EXISTS
-    for an id in use, RESOURCE_EXHAUSTED when the queue is full or a lone request outgrew the pool, UNAVAILABLE.
+    for an id in use, FAILED_PRECONDITION for what the model has no tokenizer or chat template for, RESOURCE_EXHAUSTED
+    when the queue is full or a lone request outgrew the pool, INTERNAL when the executor could not compute it,
+    UNAVAILABLE.
     """
     GenerateMany: grpc.StreamStreamMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GenerateManyRequest, kvplane.kvmanager.v1.inference_service_pb2.GenerateManyResponse]
     """GenerateMany multiplexes any number of requests over one stream: at most one response message per step, however
@@ -62,7 +64,9 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Generate: grpc.aio.UnaryStreamMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GenerateRequest, kvplane.kvmanager.v1.inference_service_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generate runs one request and streams its output. Cancelling the call, or its deadline, frees the request's
     blocks at once. Errors: INVALID_ARGUMENT for a bad parameter or a prompt that can never fit, ALREADY_EXISTS
-    for an id in use, RESOURCE_EXHAUSTED when the queue is full or a lone request outgrew the pool, UNAVAILABLE.
+    for an id in use, FAILED_PRECONDITION for what the model has no tokenizer or chat template for, RESOURCE_EXHAUSTED
+    when the queue is full or a lone request outgrew the pool, INTERNAL when the executor could not compute it,
+    UNAVAILABLE.
     """
     GenerateMany: grpc.aio.StreamStreamMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GenerateManyRequest, kvplane.kvmanager.v1.inference_service_pb2.GenerateManyResponse]  # type: ignore[assignment]
     """GenerateMany multiplexes any number of requests over one stream: at most one response message per step, however
@@ -93,7 +97,9 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[kvplane.kvmanager.v1.inference_service_pb2.GenerateResponse], collections.abc.AsyncIterator[kvplane.kvmanager.v1.inference_service_pb2.GenerateResponse]]:
         """Generate runs one request and streams its output. Cancelling the call, or its deadline, frees the request's
         blocks at once. Errors: INVALID_ARGUMENT for a bad parameter or a prompt that can never fit, ALREADY_EXISTS
-        for an id in use, RESOURCE_EXHAUSTED when the queue is full or a lone request outgrew the pool, UNAVAILABLE.
+        for an id in use, FAILED_PRECONDITION for what the model has no tokenizer or chat template for, RESOURCE_EXHAUSTED
+        when the queue is full or a lone request outgrew the pool, INTERNAL when the executor could not compute it,
+        UNAVAILABLE.
         """
 
     @abc.abstractmethod

@@ -462,7 +462,7 @@ class ListBlocksResponse(google.protobuf.message.Message):
     """next_page_token asks for the next page. Empty means this is the last."""
     @property
     def blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockInfo]:
-        """blocks of this page, by block id."""
+        """blocks of this page, by block id. It may be short, or empty, although more follow: see next_page_token."""
 
     def __init__(
         self,
