@@ -142,7 +142,8 @@ class Request:
         incarnation: grows at each preemption, so that a late result of an earlier life is told apart.
         last_step_id: the newest step that has a row of this request.
         last_sample_index: where that step samples this request's token, or -1.
-        failed_steps: steps in a row that failed with this request in them.
+        failed_steps: steps that failed with this request in them since it last came as far as the newest of them.
+        failed_at: sequence length that the newest of them was to bring it to.
 
     Invariants:
         num_computed_tokens <= num_tokens + num_pending_tokens; only tokens up to num_tokens can be hashed;
@@ -157,6 +158,7 @@ class Request:
         "blocks",
         "contents",
         "extra_keys",
+        "failed_at",
         "failed_steps",
         "finish_reason",
         "incarnation",
@@ -217,6 +219,7 @@ class Request:
         self.last_step_id = 0
         self.last_sample_index = -1
         self.failed_steps = 0
+        self.failed_at = 0
 
     @property
     def num_output_tokens(self) -> int:

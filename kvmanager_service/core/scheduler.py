@@ -34,7 +34,8 @@ from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import BadResultError, ScheduledRow, SchedulerStats, Step, StepResult, check_result
 
 MAX_FAILED_STEPS = 3
-"""A request that was in the first lost step this many times in a row is ended: it may be what breaks the executor."""
+"""A request that was in the first lost step this many times, and never got over it in between, is ended: it may be what
+breaks the executor."""
 
 
 class Scheduler:
@@ -316,7 +317,8 @@ class Scheduler:
             if error is not None:
                 self._finish(request, FinishReason.ERROR, error=error)
                 continue
-            request.failed_steps = 0
+            if row.stop >= request.failed_at:
+                request.failed_steps = 0
             if row.sample_index >= 0:
                 self._append(request, row.sample_index, result)
 
@@ -356,17 +358,19 @@ class Scheduler:
     def lose_steps(self) -> None:
         """Every outstanding step is lost: un-hash what they would have filled, schedule running requests anew.
 
-        A request that was in the first lost step MAX_FAILED_STEPS times in a row ends with an error.
+        A request that was in the first lost step MAX_FAILED_STEPS times, and never got over it, ends with an error.
         """
         lost = list(self.outstanding)
         self.outstanding.clear()
         self.stats.steps_failed += len(lost)
         self._tags = [tag for step in lost for tag in step.tags] + self._tags  # the executor may not have stored them
         self.kv.pool.forget_provisional()
-        suspects = [row.request for row in lost[0].rows] if lost else []
+        suspects = lost[0].rows if lost else []
         self._requeue_running()
-        for request in suspects:
+        for row in suspects:
+            request = row.request
             request.failed_steps += 1
+            request.failed_at = row.stop
             if request.failed_steps >= MAX_FAILED_STEPS and request.status is not RequestStatus.FINISHED:
                 error = RowFailedError(
                     "STEP_FAILED",

@@ -262,6 +262,19 @@ def test_lose_steps_success_in_between_starts_the_count_anew() -> None:
     assert scheduler.has_work
 
 
+def test_lose_steps_success_before_the_place_that_fails_does_not_start_the_count_anew() -> None:
+    """Without a cache the first chunk is computed again each time; that proves nothing of the second."""
+    scheduler = make_scheduler(make_kv(enable_caching=False), max_num_batched_tokens=8)
+    scheduler.add_request(make_new("poison", 16))
+    for _ in range(MAX_FAILED_STEPS):
+        assert rows_of(run_step(scheduler)) == {"poison": (0, 8)}
+        assert rows_of(scheduler.schedule()) == {"poison": (8, 8)}
+        scheduler.lose_steps()
+    output = outputs_of(scheduler)["poison"]
+    assert isinstance(output.error, RowFailedError)
+    assert not scheduler.has_work
+
+
 def test_update_late_result_of_an_old_incarnation_is_ignored() -> None:
     """Preempted while a step was out, admitted again before its result: the token of the first life is not its."""
     kv = make_kv(num_blocks=5, block_size=2)
