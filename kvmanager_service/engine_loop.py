@@ -209,7 +209,12 @@ class EngineLoop:
 
     async def _work(self, executor: RegisteredExecutor, connection: ExecutorConnection) -> None:
         self._registry.set_state(executor.executor_id, ExecutorState.CONNECTING)
-        ready = await connection.prepare(self._config.max_num_batched_tokens, self._config.max_num_seqs, self._kv_epoch)
+        ready = await connection.prepare(
+            self._config.max_num_batched_tokens,
+            self._config.max_num_seqs,
+            self._kv_epoch,
+            with_tokenizer=self._model is None,
+        )
         await self._take_over(executor, ready)
         stream = connection.open_stream(self._wake.set)
         others = asyncio.create_task(self._check_others(executor), name="executor-check")

@@ -69,13 +69,16 @@ class ExecutorConnection:
         self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
         self._stub: Any = ExecutorServiceStub(self._channel)
 
-    async def prepare(self, max_num_batched_tokens: int, max_num_seqs: int, known_epoch: int) -> ReadyExecutor:
+    async def prepare(
+        self, max_num_batched_tokens: int, max_num_seqs: int, known_epoch: int, *, with_tokenizer: bool
+    ) -> ReadyExecutor:
         """Bring the executor to where steps can be sent.
 
         Args:
             max_num_batched_tokens: most tokens of a step.
             max_num_seqs: most rows of a step.
             known_epoch: the cache content the caller has books on, or 0.
+            with_tokenizer: whether the tokenizer's files, which may be tens of MB, are wanted.
 
         Raises:
             ExecutorLostError: a call failed.
@@ -87,7 +90,7 @@ class ExecutorConnection:
                 timeout=PROFILE_TIMEOUT_S,
             )
             info = await self._stub.GetModelInfo(
-                pb.GetModelInfoRequest(include_tokenizer_files=True), timeout=UNARY_TIMEOUT_S
+                pb.GetModelInfoRequest(include_tokenizer_files=with_tokenizer), timeout=UNARY_TIMEOUT_S
             )
             if info.HasField("kv_cache") and info.kv_cache.kv_epoch == known_epoch:
                 return ReadyExecutor(info, info.kv_cache, None)

@@ -46,20 +46,25 @@ class ScriptedExecutor(pb_grpc.ExecutorServiceServicer):
     Attributes:
         info: what it says of itself.
         kv_cache: the cache it says it has once it is initialised.
+        asked_for_tokenizer: for each time that it was asked about its model, whether with the tokenizer's files.
         tags: what it lists when `info` says that its cache is filled.
         steps: the steps it was sent.
         compute: set while steps are answered.
+        streams_to_lose: how many streams end with a step unanswered, from now on.
     """
 
     def __init__(self) -> None:
         self.info = model_info()
         self.kv_cache = pb.KvCacheState(kv_epoch=1, num_blocks=11, block_size=4)
+        self.asked_for_tokenizer: list[bool] = []
         self.tags = pb.BlockTags()
         self.steps: list[pb.ExecuteRequest] = []
         self.compute = asyncio.Event()
         self.compute.set()
+        self.streams_to_lose = 0
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
+        self.asked_for_tokenizer.append(request.include_tokenizer_files)
         return self.info
 
     async def ProfileMemory(self, request: pb.ProfileMemoryRequest, context: Any) -> pb.ProfileMemoryResponse:
@@ -81,6 +86,9 @@ class ScriptedExecutor(pb_grpc.ExecutorServiceServicer):
         async for step in request_iterator:
             self.steps.append(step)
             await self.compute.wait()
+            if self.streams_to_lose:
+                self.streams_to_lose -= 1
+                return
             yield answer(step)
 
 

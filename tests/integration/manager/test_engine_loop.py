@@ -95,6 +95,17 @@ async def test_engine_malformed_tags_are_an_error_of_that_executor(block_ids: by
         await serving(split)
 
 
+async def test_engine_tokenizer_files_are_fetched_once() -> None:
+    async with running_split(ScriptedExecutor()) as split:
+        await serving(split)
+        sink = Sink()
+        split.executor.streams_to_lose = 1
+        split.engine.submit(make_new("a", 6, max_tokens=2), sink)
+        await until(lambda: sink.last is not None)
+    assert sink.token_ids == [7, 7]
+    assert split.executor.asked_for_tokenizer == [True, False]
+
+
 async def test_engine_id_taken_anew_while_a_step_is_sent_gets_nothing_of_its_predecessor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
