@@ -383,7 +383,7 @@ class EngineLoop:
             if sink is None:
                 continue  # a stop string ended it, and a result was already on its way
             match = sink.push(output)
-            if match is not None and output.finish_reason is None:
+            if match is not None:
                 self._scheduler.finish(output.request_id)
             if match is not None or output.finish_reason is not None:
                 del self._sinks[output.request_id]

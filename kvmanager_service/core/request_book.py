@@ -103,8 +103,8 @@ class RequestBook:
 
     def end(self, request: Request, reason: FinishReason, output: RequestOutput) -> None:
         """A request has ended, and `output` is the last of it."""
-        output.finish_reason = request.finish_reason = reason
-        self.num_finished[reason.value] = self.num_finished.get(reason.value, 0) + 1
+        output.finish_reason = reason
+        self._count_end(request, reason)
         del self.requests[request.request_id]
         if request.status is RequestStatus.RUNNING:
             del self.running[request.request_id]
@@ -113,6 +113,20 @@ class RequestBook:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
         self.finished.append(request)
+
+    def restate(self, request_id: str, reason: FinishReason) -> None:
+        """The request of that id which ended last has ended for another reason; one that is not kept is ignored."""
+        for request in reversed(self.finished):
+            if request.request_id == request_id:
+                self._count_end(request, reason)
+                return
+
+    def _count_end(self, request: Request, reason: FinishReason) -> None:
+        counts = self.num_finished
+        if request.finish_reason is not None:
+            counts[request.finish_reason.value] -= 1
+        request.finish_reason = reason
+        counts[reason.value] = counts.get(reason.value, 0) + 1
 
     def emit(self, request: Request, token_ids: list[int], error: CoreError | None = None) -> RequestOutput:
         """Note what its client must be told; the output may still be completed until it is taken."""

@@ -88,10 +88,12 @@ class Scheduler:
     def finish(self, request_id: str) -> None:
         """A stop string was found in a request's text: end it. No output follows; the caller has the last one.
 
-        A request that has ended by its tokens in the same step is left alone.
+        One that has ended otherwise in the same step has ended by this.
         """
         request = self.requests.get(request_id)
-        if request is not None:
+        if request is None:
+            self.book.restate(request_id, FinishReason.STOP)
+        else:
             self._end(request, FinishReason.STOP, RequestOutput(request_id, [], []))
 
     def fail(self, request_id: str, error: CoreError) -> None:

@@ -106,13 +106,14 @@ def answer(step: pb.ExecuteRequest) -> pb.ExecuteResponse:
 
 @dataclass
 class Sink:
-    """An `OutputSink` that keeps what it is given."""
+    """An `OutputSink` that keeps what it is given, and finds a stop string in the last output if it is told to."""
 
     outputs: list[RequestOutput] = field(default_factory=list)
+    match: StopMatch | None = None
 
     def push(self, output: RequestOutput) -> StopMatch | None:
         self.outputs.append(output)
-        return None
+        return self.match if output.finish_reason else None
 
     @property
     def last(self) -> RequestOutput | None:

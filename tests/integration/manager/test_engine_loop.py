@@ -11,7 +11,7 @@ from kvplane.executor.v1 import executor_service_pb2 as pb
 
 from kvmanager_service.core.errors import PoolExhaustedError
 from kvmanager_service.core.request import FinishReason
-from kvmanager_service.engine_api import ManagerState
+from kvmanager_service.engine_api import ManagerState, StopMatch
 from kvmanager_service.errors import UnavailableError
 from kvmanager_service.executor_client import StepStream
 from tests.integration.manager.fake_engine import until
@@ -93,6 +93,17 @@ async def test_engine_malformed_tags_are_an_error_of_that_executor(block_ids: by
         assert split.record.last_error.startswith("block_tags: expected int32")
         executor.tags.Clear()
         await serving(split)
+
+
+async def test_engine_stop_string_in_the_last_output_is_what_is_shown() -> None:
+    async with running_split(ScriptedExecutor()) as split:
+        await serving(split)
+        sink = Sink(match=StopMatch("x", 1))
+        split.engine.submit(make_new("a", 6, max_tokens=1), sink)
+        await until(lambda: sink.last is not None)
+        (view,) = split.engine.requests(include_finished=True)
+        assert view.finish_reason is FinishReason.STOP
+        assert split.engine.stats().requests_finished["stop"] == 1
 
 
 async def test_engine_tokenizer_files_are_fetched_once() -> None:

@@ -147,6 +147,17 @@ def test_finish_by_stop_string_ends_without_output_and_ignores_late_results() ->
     assert scheduler.book.num_finished == {"stop": 1}
 
 
+def test_finish_by_stop_string_in_the_last_token_counts_as_a_stop() -> None:
+    scheduler = make_scheduler()
+    request = scheduler.add_request(make_new("a", 4, max_tokens=1))
+    run_step(scheduler)
+    assert outputs_of(scheduler)["a"].finish_reason is FinishReason.LENGTH
+    scheduler.finish("a")
+    scheduler.finish("unknown")
+    assert request.finish_reason is FinishReason.STOP
+    assert scheduler.book.num_finished == {"length": 0, "stop": 1}
+
+
 def test_abort_between_schedule_and_result_frees_blocks_at_once_and_ignores_the_result() -> None:
     scheduler = make_scheduler()
     scheduler.add_request(make_new("a", 6))
