@@ -1,6 +1,7 @@
 """The executor process: `python -m executor_service --help`.
 
-Exit status: 0 after SIGTERM or SIGINT, 1 when the address is taken or the model cannot be loaded, 2 for a bad value.
+Exit status: 0 after SIGTERM or SIGINT, 1 when the address is taken, the model cannot be loaded or does
+not fit into the memory, 2 for a bad value.
 """
 
 from __future__ import annotations

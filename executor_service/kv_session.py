@@ -20,7 +20,6 @@ from executor_service.backends.base import (
     Int32,
     MemoryProfile,
     ModelInfo,
-    NotEnoughMemoryError,
     RowFailure,
     StepResult,
 )
@@ -67,7 +66,6 @@ class KvSession:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._profiles: dict[tuple[int, int], MemoryProfile] = {}
-        self._refusals: dict[tuple[int, int], NotEnoughMemoryError] = {}
         self._last_profiled: tuple[int, int] | None = None
         self._model_info: ModelInfo | None = None
         self.cache: KvState | None = None
@@ -99,7 +97,7 @@ class KvSession:
         return info
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
-        """Measure how many blocks fit; the same limits give the same answer again, be it a refusal.
+        """Measure how many blocks fit; the same limits give the same answer again.
 
         A cache that was made under other limits is gone.
 
@@ -111,20 +109,12 @@ class KvSession:
         for name, value in zip(("max_num_batched_tokens", "max_num_seqs"), key, strict=True):
             if value < 1:
                 raise InvalidFieldError(name, "at least 1", value)
-        if (refusal := self._refusals.get(key)) is not None:
-            # A manager tries again every second: each measurement would keep the processor busy for many.
-            raise NotEnoughMemoryError(refusal.reason, str(refusal), **refusal.metadata)
         if self.cache is not None and key != (self.cache.limits.max_num_batched_tokens, self.cache.limits.max_num_seqs):
             # A manager of other limits: steps of its size are not what this cache was made for, and a measurement
             # takes the cache's memory.
             self.cache = None
         if key not in self._profiles:
-            try:
-                self._profiles[key] = self._backend.profile_memory(*key)
-            except NotEnoughMemoryError as error:
-                self._refusals[key] = error
-                _log.error("memory_not_enough", error=str(error))
-                raise
+            self._profiles[key] = self._backend.profile_memory(*key)
         self._last_profiled = key
         return self._profiles[key]
 

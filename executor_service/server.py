@@ -74,6 +74,7 @@ class ExecutorServer:
             )
         )
         self.address = ""
+        self.memory_refused = asyncio.Event()
 
     async def start(self) -> None:
         """Listen, and answer health with NOT_SERVING.
@@ -83,7 +84,12 @@ class ExecutorServer:
         """
         await self._set_serving(False)
         servicer = ExecutorServicer(
-            self.session, self._thread, self._runner, self._config.executor_id, self._config.backend
+            self.session,
+            self._thread,
+            self._runner,
+            self._config.executor_id,
+            self._config.backend,
+            on_memory_refused=self.memory_refused.set,
         )
         pb_grpc.add_ExecutorServiceServicer_to_server(servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -162,10 +168,10 @@ async def running_executor(config: ExecutorConfig, backend: Backend | None = Non
 
 
 async def serve_until_signal(config: ExecutorConfig) -> int:
-    """Run one executor until SIGTERM or SIGINT.
+    """Run one executor until SIGTERM or SIGINT, or until a profile shows that its memory is too small to serve.
 
     Returns:
-        The exit status: 0 after a signal, 1 when the address is taken or the model cannot be loaded.
+        The exit status: 0 after a signal, 1 when the address is taken, the model cannot be loaded, or does not fit.
     """
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -175,14 +181,16 @@ async def serve_until_signal(config: ExecutorConfig) -> int:
     except BackendError as error:
         _log.error("backend_unavailable", reason=error.reason, error=str(error))
         return 1
-    stopped, loading = asyncio.create_task(stop.wait()), None
+    stopped = asyncio.create_task(stop.wait())
+    refused = asyncio.create_task(server.memory_refused.wait())
+    loading = None
     try:
         await server.start()
         loading = asyncio.create_task(server.load())
         await asyncio.wait([loading, stopped], return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             await loading
-            await stopped
+            await asyncio.wait([stopped, refused], return_when=asyncio.FIRST_COMPLETED)
     except BindError as error:
         _log.error("executor_bind_failed", error=str(error))
         return 1
@@ -193,8 +201,8 @@ async def serve_until_signal(config: ExecutorConfig) -> int:
         _log.exception("executor_load_failed")
         return 1
     finally:
-        for task in (loading, stopped):
+        for task in (loading, stopped, refused):
             if task is not None:
                 task.cancel()
         await server.stop()
-    return 0
+    return 1 if server.memory_refused.is_set() else 0

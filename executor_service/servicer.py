@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 import grpc
 import numpy as np
+import structlog
 from kvplane.common.v1 import common_pb2
 from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvplane.executor.v1 import executor_service_pb2_grpc as pb_grpc
 
-from executor_service.backends.base import KvGroupSpec, ModelInfo
+from executor_service.backends.base import KvGroupSpec, MemoryProfile, ModelInfo, NotEnoughMemoryError
 from executor_service.block_tags import portions
 from executor_service.compute_thread import ComputeThread
 from executor_service.errors import ExecutorError, abort_with, as_executor_error
@@ -24,6 +25,7 @@ from executor_service.step_runner import StepRunner
 __all__ = ["ExecutorServicer"]
 
 _T = TypeVar("_T")
+_log = structlog.get_logger(__name__)
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -36,16 +38,25 @@ class ExecutorServicer(pb_grpc.ExecutorServiceServicer):
         runner: runs steps.
         executor_id: unique to this run.
         backend_name: the registered name.
+        on_memory_refused: told, on the loop, that not even one sequence fits into the memory.
     """
 
     def __init__(
-        self, session: KvSession, thread: ComputeThread, runner: StepRunner, executor_id: str, backend_name: str
+        self,
+        session: KvSession,
+        thread: ComputeThread,
+        runner: StepRunner,
+        executor_id: str,
+        backend_name: str,
+        *,
+        on_memory_refused: Callable[[], object],
     ) -> None:
         self._session = session
         self._thread = thread
         self._runner = runner
         self._executor_id = executor_id
         self._backend_name = backend_name
+        self._on_memory_refused = on_memory_refused
 
     async def GetModelInfo(  # noqa: N802, D102 - named and described by the proto
         self, request: pb.GetModelInfoRequest, context: _Context
@@ -66,7 +77,7 @@ class ExecutorServicer(pb_grpc.ExecutorServiceServicer):
     async def ProfileMemory(  # noqa: N802, D102
         self, request: pb.ProfileMemoryRequest, context: _Context
     ) -> pb.ProfileMemoryResponse:
-        profile = await self._call(context, self._session.profile, request.max_num_batched_tokens, request.max_num_seqs)
+        profile = await self._call(context, self._profile, request.max_num_batched_tokens, request.max_num_seqs)
         return pb.ProfileMemoryResponse(
             total_bytes=profile.total_bytes,
             utilization=profile.utilization,
@@ -109,6 +120,15 @@ class ExecutorServicer(pb_grpc.ExecutorServiceServicer):
     ) -> pb.ResetResponse:
         cache = await self._call(context, self._session.reset, request.kv_epoch)
         return pb.ResetResponse(kv_cache=_kv_cache(cache))
+
+    def _profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
+        """Profile, in the compute thread; that nothing fits is for the whole process to know."""
+        try:
+            return self._session.profile(max_num_batched_tokens, max_num_seqs)
+        except NotEnoughMemoryError as error:
+            _log.error("memory_not_enough", error=str(error))
+            self._thread.post(self._on_memory_refused)
+            raise
 
     async def _call(self, context: _Context, function: Callable[..., _T], *args: object) -> _T:
         """Call the session in the compute thread, once the model is loaded; end the call with whatever it raises."""

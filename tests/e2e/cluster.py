@@ -74,6 +74,10 @@ class ServiceProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def lines(self) -> list[str]:
         return self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 from cluster import Cluster, Event, ServiceProcess
 
@@ -29,7 +28,7 @@ class ModelCluster(Cluster):
         # A step of a real model on a busy machine may keep the executor from renewing a short lease.
         self.start_manager(lease_ms=60_000, **(manager or {}))
         process = self.start_model_executor(model, **executor)
-        wait_patiently(self.manager, "executor_active")
+        wait_patiently(self.manager, "executor_active", process)
         return process
 
     def start_model_executor(self, model: Path, **settings: object) -> ServiceProcess:
@@ -38,14 +37,14 @@ class ModelCluster(Cluster):
         return self.start_executor(wait=False, **fixed, model=model, **settings)
 
 
-def wait_patiently(process: ServiceProcess, event: str, count: int = 1) -> Event:
-    """`wait_event` for what a model's start takes."""
+def wait_patiently(process: ServiceProcess, event: str, *others: ServiceProcess) -> Event:
+    """`wait_event` for what a model's start takes, in vain once this process or one of the others has ended."""
     until = time.monotonic() + START_NET_S
     while True:
         try:
-            return process.wait_event(event, count)
+            return process.wait_event(event)
         except AssertionError:
-            if not psutil.pid_exists(process.pid) or time.monotonic() > until:
+            if any(one.has_ended for one in (process, *others)) or time.monotonic() > until:
                 raise
 
 

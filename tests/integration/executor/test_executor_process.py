@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import grpc
 import pytest
+from kvplane.executor.v1 import executor_service_pb2 as pb
 
 from executor_service.backends.sim_digest import expected_tokens
 from tests.unit.executor_shell.executor_builders import (
@@ -83,6 +84,17 @@ def test_process_model_that_cannot_be_loaded_is_logged_and_exits_1():
     with process("--sim-eos-token-ids", str(VOCAB_SIZE)) as running:
         failed = wait_for(running, "executor_load_failed")
         assert (failed["reason"], failed["level"]) == ("BAD_EOS_TOKEN_ID", "error")
+        assert running.wait(timeout=60) == 1
+
+
+async def test_process_whose_memory_holds_no_sequence_says_so_to_the_manager_and_exits_1():
+    with process("--max-model-len", "1000") as running:
+        async with connected(wait_for(running, "executor_ready")["address"]) as client:
+            call = client.stub.ProfileMemory(pb.ProfileMemoryRequest(max_num_batched_tokens=1, max_num_seqs=1))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert wait_for(running, "memory_not_enough")["error"] == caught.value.details()
         assert running.wait(timeout=60) == 1
 
 

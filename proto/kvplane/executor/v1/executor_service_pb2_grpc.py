@@ -90,7 +90,7 @@ class ExecutorServiceServicer(object):
         """ProfileMemory measures how many blocks fit: it runs a real forward pass and sampling at the given limits and takes
         the peak. The result is kept and returned again for the same limits. Under other limits than those the cache was
         made for, the cache is gone. Errors: INVALID_ARGUMENT for limits below
-        1, FAILED_PRECONDITION when not even one sequence of max_model_len fits.
+        1, FAILED_PRECONDITION when not even one sequence of max_model_len fits; the executor then stops.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

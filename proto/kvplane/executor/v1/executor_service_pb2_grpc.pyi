@@ -38,7 +38,7 @@ class ExecutorServiceStub:
     """ProfileMemory measures how many blocks fit: it runs a real forward pass and sampling at the given limits and takes
     the peak. The result is kept and returned again for the same limits. Under other limits than those the cache was
     made for, the cache is gone. Errors: INVALID_ARGUMENT for limits below
-    1, FAILED_PRECONDITION when not even one sequence of max_model_len fits.
+    1, FAILED_PRECONDITION when not even one sequence of max_model_len fits; the executor then stops.
     """
     InitializeKvCache: grpc.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.InitializeKvCacheRequest, kvplane.executor.v1.executor_service_pb2.InitializeKvCacheResponse]
     """InitializeKvCache allocates the cache and starts a new epoch; whatever the cache held is gone. Errors:
@@ -77,7 +77,7 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     """ProfileMemory measures how many blocks fit: it runs a real forward pass and sampling at the given limits and takes
     the peak. The result is kept and returned again for the same limits. Under other limits than those the cache was
     made for, the cache is gone. Errors: INVALID_ARGUMENT for limits below
-    1, FAILED_PRECONDITION when not even one sequence of max_model_len fits.
+    1, FAILED_PRECONDITION when not even one sequence of max_model_len fits; the executor then stops.
     """
     InitializeKvCache: grpc.aio.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.InitializeKvCacheRequest, kvplane.executor.v1.executor_service_pb2.InitializeKvCacheResponse]  # type: ignore[assignment]
     """InitializeKvCache allocates the cache and starts a new epoch; whatever the cache held is gone. Errors:
@@ -125,7 +125,7 @@ class ExecutorServiceServicer(metaclass=abc.ABCMeta):
         """ProfileMemory measures how many blocks fit: it runs a real forward pass and sampling at the given limits and takes
         the peak. The result is kept and returned again for the same limits. Under other limits than those the cache was
         made for, the cache is gone. Errors: INVALID_ARGUMENT for limits below
-        1, FAILED_PRECONDITION when not even one sequence of max_model_len fits.
+        1, FAILED_PRECONDITION when not even one sequence of max_model_len fits; the executor then stops.
         """
 
     @abc.abstractmethod
