@@ -59,6 +59,7 @@ class Scheduler:
         self.waiting = self.book.waiting
         self.running = self.book.running
         self.outstanding: deque[Step] = deque()
+        self._suspects: dict[str, Request] = {}
         self._tags: list[tuple[int, BlockContent | None]] = []
         self._next_step_id = 1
 
@@ -123,6 +124,11 @@ class Scheduler:
         """
         if len(self.outstanding) >= self.config.max_outstanding:
             return None
+        if self._suspects:
+            if self.outstanding:
+                return None
+            if self._start_suspect():
+                return self._schedule_suspect()
         rows: dict[str, ScheduledRow] = {}
         step_id = self._next_step_id
         budget, preempted = self._schedule_running(rows, self.config.max_num_batched_tokens)
@@ -134,6 +140,23 @@ class Scheduler:
         if not rows and (self.has_work or not self._tags):
             return None
         return self._make_step(step_id, list(rows.values()))
+
+    def _start_suspect(self) -> bool:
+        """Give blocks to the next request that may be what breaks the executor. False while too few are free."""
+        request = next(iter(self._suspects.values()))
+        if request.status is RequestStatus.RUNNING:
+            return self.kv.allocate_slots(request, request.num_tokens)
+        if not self.kv.allocate_slots(request, request.num_tokens, self.kv.get_computed_blocks(request)):
+            return False
+        self._start(request)
+        return True
+
+    def _schedule_suspect(self) -> Step:
+        """Let it compute alone, no step before or behind, so that a failure is nobody else's."""
+        request = next(iter(self._suspects.values()))
+        row = self._row(request, self._chunk(request.num_schedulable_tokens, self.config.max_num_batched_tokens))
+        self._claim(row, self._next_step_id)
+        return self._make_step(self._next_step_id, [row])
 
     def _schedule_running(self, rows: dict[str, ScheduledRow], budget: int) -> tuple[int, bool]:
         """Fill rows from running requests. Returns what is left of the budget, and whether anybody was preempted."""
@@ -319,8 +342,9 @@ class Scheduler:
             if error is not None:
                 self._finish(request, FinishReason.ERROR, error=error)
                 continue
-            if row.stop >= request.failed_at:
+            if request.failed_steps and row.stop >= request.failed_at:
                 request.failed_steps = 0
+                self._suspects.pop(request.request_id, None)
             if row.sample_index >= 0:
                 self._append(request, row.sample_index, result)
 
@@ -360,7 +384,8 @@ class Scheduler:
     def lose_steps(self) -> None:
         """Every outstanding step is lost: un-hash what they would have filled, schedule running requests anew.
 
-        A request that was in the first lost step MAX_FAILED_STEPS times, and never got over it, ends with an error.
+        A request that was in the first lost step MAX_FAILED_STEPS times, and never got over it, ends with an error. Before
+        the last of these times it is put into a step of its own, so that no other pays for it.
         """
         lost = list(self.outstanding)
         self.outstanding.clear()
@@ -373,7 +398,11 @@ class Scheduler:
             request = row.request
             request.failed_steps += 1
             request.failed_at = row.stop
-            if request.failed_steps >= MAX_FAILED_STEPS and request.status is not RequestStatus.FINISHED:
+            if request.status is RequestStatus.FINISHED:
+                continue
+            if request.failed_steps == MAX_FAILED_STEPS - 1:
+                self._suspects[request.request_id] = request
+            if request.failed_steps >= MAX_FAILED_STEPS:
                 error = RowFailedError(
                     "STEP_FAILED",
                     f"expected a step with this request to succeed, got {request.failed_steps} failures in a row; the "
@@ -419,6 +448,7 @@ class Scheduler:
         request.last_block_id_bytes = bytes(request.block_id_bytes)
         self.kv.free(request)
         request.drop_tokens()
+        self._suspects.pop(request.request_id, None)
         self.book.end(request, reason, output)
 
     # --- checks ---------------------------------------------------------------------------------------------------

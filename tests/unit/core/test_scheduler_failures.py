@@ -251,6 +251,28 @@ def test_lose_steps_same_request_in_a_row_ends_with_an_error() -> None:
     assert set(rows_of(run_step(scheduler))) == {"innocent"}
 
 
+@pytest.mark.parametrize("max_outstanding", [1, 2])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_lose_steps_poison_among_others_ends_alone(policy: str, max_outstanding: int) -> None:
+    """Whatever steps the poison is in, and only those, fail; the other requests finish."""
+    scheduler = make_scheduler(make_kv(num_blocks=60), policy=policy, max_outstanding=max_outstanding)
+    for name in ("a", "b", "poison", "c"):
+        scheduler.add_request(make_new(name, 6, max_tokens=5, priority=len(name)))
+    ends: dict[str, FinishReason] = {}
+    for _ in range(60):
+        while scheduler.schedule() is not None:
+            pass
+        scheduler.check_integrity()
+        if "poison" in rows_of(scheduler.outstanding[0]):
+            scheduler.lose_steps()
+        else:
+            scheduler.update(make_result(scheduler.outstanding[0]))
+        ends |= {name: output.finish_reason for name, output in outputs_of(scheduler).items() if output.finish_reason}
+        if not scheduler.has_work:
+            break
+    assert ends == {name: FinishReason.LENGTH for name in "abc"} | {"poison": FinishReason.ERROR}
+
+
 def test_lose_steps_success_in_between_starts_the_count_anew() -> None:
     scheduler = make_scheduler(make_kv(num_blocks=30))
     scheduler.add_request(make_new("a", 4, max_tokens=50))
