@@ -384,8 +384,8 @@ class Scheduler:
     def lose_steps(self) -> None:
         """Every outstanding step is lost: un-hash what they would have filled, schedule running requests anew.
 
-        A request that was in the first lost step MAX_FAILED_STEPS times, and never got over it, ends with an error. Before
-        the last of these times it is put into a step of its own, so that no other pays for it.
+        A request that was in the first lost step MAX_FAILED_STEPS times, and never got over it, ends with an error.
+        Before the last of these times it is put into a step of its own, so that no other pays for it.
         """
         lost = list(self.outstanding)
         self.outstanding.clear()

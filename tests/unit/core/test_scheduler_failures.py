@@ -270,7 +270,7 @@ def test_lose_steps_poison_among_others_ends_alone(policy: str, max_outstanding:
         ends |= {name: output.finish_reason for name, output in outputs_of(scheduler).items() if output.finish_reason}
         if not scheduler.has_work:
             break
-    assert ends == {name: FinishReason.LENGTH for name in "abc"} | {"poison": FinishReason.ERROR}
+    assert ends == dict.fromkeys("abc", FinishReason.LENGTH) | {"poison": FinishReason.ERROR}
 
 
 def test_lose_steps_success_in_between_starts_the_count_anew() -> None:
