@@ -37,12 +37,12 @@ class ModelCluster(Cluster):
         return self.start_executor(wait=False, **fixed, model=model, **settings)
 
 
-def wait_patiently(process: ServiceProcess, event: str, *others: ServiceProcess) -> Event:
+def wait_patiently(process: ServiceProcess, event: str, *others: ServiceProcess, count: int = 1) -> Event:
     """`wait_event` for what a model's start takes, in vain once this process or one of the others has ended."""
     until = time.monotonic() + START_NET_S
     while True:
         try:
-            return process.wait_event(event)
+            return process.wait_event(event, count)
         except AssertionError:
             if any(one.has_ended for one in (process, *others)) or time.monotonic() > until:
                 raise

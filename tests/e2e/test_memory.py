@@ -59,7 +59,7 @@ async def test_resident_memory_stays_under_the_limit_at_full_load(
     cluster.start_manager(lease_ms=60_000, **MANAGER)
     executor = cluster.start_model_executor(gguf, memory_limit=LIMIT, cache_dir=default_cache_dir())
     with PeakWatch(executor.pid) as watch:
-        wait_patiently(cluster.manager, "executor_active")
+        wait_patiently(cluster.manager, "executor_active", executor)
         started = watch.peak_bytes
         async with cluster.client(retry=NO_RETRY) as client:
             load = Load(client, (await client.get_model()).max_model_len)
@@ -82,7 +82,7 @@ async def test_resident_memory_stays_under_the_limit_at_full_load(
     assert not children, "their memory would have to be added"
     assert stats.state is ManagerState.SERVING
     assert stats.steps_failed == 0
-    assert load.fewest_free_blocks <= profile["num_blocks"] // 100, "expected a load that fills the pool"
+    assert load.fewest_free_blocks <= profile["num_blocks"] // 20, "expected a load that fills the pool"
     assert watch.peak_bytes < LIMIT
 
 
@@ -113,7 +113,7 @@ async def test_twice_the_limit_gives_the_blocks_of_the_formula(cluster: ModelClu
         executor = cluster.start_model_executor(
             gguf, memory_limit=limit, max_model_len=2048, cache_dir=default_cache_dir()
         )
-        wait_patiently(cluster.manager, "executor_active", count)
+        wait_patiently(cluster.manager, "executor_active", executor, count=count)
         profiles.append(profile_of(executor))
         assert cluster.manager.events("kv_cache_ready")[-1]["num_blocks"] == profiles[-1]["num_blocks"]
         executor.kill()
