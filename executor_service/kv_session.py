@@ -8,6 +8,7 @@ Life: `load`, `profile`, `initialize`, then steps; `initialize` and `reset` star
 
 from __future__ import annotations
 
+import gc
 import secrets
 import time
 from dataclasses import dataclass
@@ -209,6 +210,10 @@ class KvSession:
             max_num_seqs=max_num_seqs,
             sampling=SamplingParser(info.vocab_size, info.max_logprobs),
         )
+        # What is there now stays: the collector need not walk the model's modules in the middle of steps.
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
         self.cache = KvState(limits, BlockTagStore(num_blocks))
         _log.info("kv_cache_started", kv_epoch=limits.kv_epoch, num_blocks=num_blocks, block_size=info.block_size)
         return self.cache

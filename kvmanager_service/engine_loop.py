@@ -11,6 +11,7 @@ Two steps are out at most: one computing, one queued behind it, so that an execu
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -243,6 +244,7 @@ class EngineLoop:
             self._scheduler.replace_cache(kv)
         self._kv_epoch = kv_cache.kv_epoch
         self._publish()
+        _settle_heap()
         _log.info(
             "kv_cache_ready", num_blocks=kv_cache.num_blocks, block_size=kv_cache.block_size, adopted_blocks=adopted
         )
@@ -403,6 +405,13 @@ class EngineLoop:
             sink.push(RequestOutput(request_id, [], [], finish_reason=FinishReason.ERROR, error=error))
         self._sinks.clear()
         self._idle.set()
+
+
+def _settle_heap() -> None:
+    """Keep the garbage collector off the pool: it stays, and walking its blocks would hold up steps."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _scheduler_config(config: ManagerConfig) -> SchedulerConfig:

@@ -43,6 +43,7 @@ __all__ = ["SimBackend", "SimBackendConfig"]
 
 _BYTES_PER_SLOT = 8
 _DEFAULT_MAX_MODEL_LEN = 8192
+_OVERSLEEP_S = 0.0003
 
 Uint64 = npt.NDArray[np.uint64]
 Int64 = npt.NDArray[np.int64]
@@ -170,8 +171,7 @@ class SimBackend(Backend):
             contents = self._contents(batch.sampling.rows, batch.tables[0])
             result = choose_tokens(batch.sampling, contents, self._config.sim_vocab_size)
         duration = self._config.sim_step_ms / 1e3 + self._config.sim_us_per_token * len(batch.token_ids) / 1e6
-        if (left := started + duration - time.monotonic()) > 0:
-            time.sleep(left)
+        _sleep_until(started + duration)
         return result
 
     def _write(self, batch: StepBatch) -> None:
@@ -236,6 +236,14 @@ class SimBackend(Backend):
         last[places >= table.last_block_len[rows][:, None]] = 0
         values[row_starts + lengths - 1] = last.sum(axis=1)
         return np.add.reduceat(values * self._powers[in_row * block_size], row_starts)
+
+
+def _sleep_until(moment: float) -> None:
+    """Sleep until a moment of the monotonic clock; a plain sleep oversleeps by some 0.1 ms, which a step would show."""
+    if (left := moment - time.monotonic() - _OVERSLEEP_S) > 0:
+        time.sleep(left)
+    while time.monotonic() < moment:
+        time.sleep(0)  # lets the event loop's thread run
 
 
 def _circle(rows: Int64) -> BackendError:
