@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import structlog
@@ -80,7 +81,8 @@ class EngineLoop:
 
     def submit(self, request: NewRequest, sink: OutputSink) -> None:
         """See `engine_api.Engine.submit`."""
-        self._open_scheduler().add_request(request)
+        with self._kept_books():
+            self._open_scheduler().add_request(request)
         self._sinks[request.request_id] = sink
         self._wake.set()
 
@@ -88,8 +90,9 @@ class EngineLoop:
         """See `engine_api.Engine.abort`. The request's blocks are free when this returns."""
         if self._scheduler is None:
             raise self._unavailable()
-        self._scheduler.abort(request_id)
-        self._publish()
+        with self._kept_books():
+            self._scheduler.abort(request_id)
+            self._publish()
 
     def stats(self) -> EngineStats:
         """See `engine_api.Engine.stats`."""
@@ -112,7 +115,8 @@ class EngineLoop:
         if self._scheduler is None:
             raise self._unavailable()
         self._wake.set()  # the executor is to forget its tags, too
-        return self._scheduler.reset_prefix_cache()
+        with self._kept_books():
+            return self._scheduler.reset_prefix_cache()
 
     def model(self) -> ModelView:
         """See `engine_api.Engine.model`."""
@@ -161,9 +165,7 @@ class EngineLoop:
             self._fail_all(self._unavailable())
 
     def _set_state(self, state: ManagerState) -> None:
-        if state is self._state or self._state is ManagerState.BROKEN:
-            return
-        if self._state is ManagerState.DRAINING:
+        if state is self._state or self._state in (ManagerState.BROKEN, ManagerState.DRAINING):
             return
         self._state = state
         self._on_serving(state is ManagerState.SERVING)
@@ -177,10 +179,30 @@ class EngineLoop:
                 except ExecutorLostError as lost:
                     self._lose(executor, str(lost))
                     await asyncio.sleep(CONNECT_BACKOFF_S[min(self._failures, len(CONNECT_BACKOFF_S)) - 1])
-        except Exception:  # noqa: BLE001 - a broken invariant: tell everybody and stop admitting
-            _log.exception("engine_broken", state=self._state.value, pool=self.stats().pool)
-            self._set_state(ManagerState.BROKEN)
-            self._end_streams(self._unavailable())
+        except Exception:  # noqa: BLE001 - told to everybody
+            self._break()
+
+    @contextmanager
+    def _kept_books(self) -> Iterator[None]:
+        """Whatever but a CoreError comes out of the scheduler is a broken invariant, whoever called it."""
+        try:
+            yield
+        except CoreError:
+            raise
+        except Exception:
+            self._break()
+            raise
+
+    def _break(self) -> None:
+        """An invariant does not hold: tell everybody, compute and admit nothing more."""
+        if self._state is ManagerState.BROKEN:
+            return
+        _log.exception("engine_broken", state=self._state.value, pool=self.stats().pool)
+        self._state = ManagerState.BROKEN
+        self._on_serving(False)
+        self._end_streams(self._unavailable())
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
 
     # --- executors ------------------------------------------------------------------------------------------------
 
@@ -395,9 +417,10 @@ class EngineLoop:
     def _fail_all(self, error: CoreError) -> None:
         if self._scheduler is None:
             return
-        for request in list(self._scheduler.iter_requests()):
-            self._scheduler.fail(request.request_id, error)
-        self._publish()
+        with self._kept_books():
+            for request in list(self._scheduler.iter_requests()):
+                self._scheduler.fail(request.request_id, error)
+            self._publish()
 
     def _end_streams(self, error: CoreError) -> None:
         """Tell every client an error without asking the scheduler, which may be what is broken."""

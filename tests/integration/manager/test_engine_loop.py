@@ -60,6 +60,29 @@ async def test_engine_broken_invariant_ends_every_stream_although_the_books_can_
         assert sink.last.error.reason == "BROKEN"
 
 
+async def test_engine_invariant_broken_in_a_call_ends_every_stream_and_admits_nothing_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> None:
+        raise AssertionError("a request in two queues")
+
+    async with running_split(ScriptedExecutor()) as split:
+        await serving(split)
+        split.executor.compute.clear()
+        sink = Sink()
+        split.engine.submit(make_new("a", 6), sink)
+        assert split.engine._scheduler is not None
+        monkeypatch.setattr(split.engine._scheduler, "abort", broken)
+        with pytest.raises(AssertionError, match="two queues"):
+            split.engine.abort("a")
+        assert split.engine.stats().state is ManagerState.BROKEN
+        assert sink.last is not None
+        assert isinstance(sink.last.error, UnavailableError)
+        assert sink.last.error.reason == "BROKEN"
+        with pytest.raises(UnavailableError, match="invariant"):
+            split.engine.submit(make_new("b", 6), Sink())
+
+
 @pytest.mark.parametrize(
     ("changes", "kv_cache", "why"),
     [
