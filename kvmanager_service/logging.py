@@ -15,6 +15,16 @@ from kvmanager_service.config import ManagerConfig
 __all__ = ["configure_logging"]
 
 
+def _is_of_interest(record: logging.LogRecord) -> bool:
+    """Whether a record says more than that a client went away while a message to it was being written.
+
+    grpc.aio logs that with a traceback, as an error; to us it is an ordinary end of a call, which the call's done
+    callback has dealt with.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return type(error).__name__ != "ExecuteBatchError"
+
+
 def configure_logging(config: ManagerConfig) -> None:
     """Set up structlog, and send the standard library's warnings of our dependencies the same way.
 
@@ -49,6 +59,7 @@ def configure_logging(config: ManagerConfig) -> None:
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
         )
     )
+    handler.addFilter(_is_of_interest)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(max(level, logging.WARNING))

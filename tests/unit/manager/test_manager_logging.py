@@ -1,49 +1,26 @@
-"""Logs are lines of key-values at the level that was asked for, and tracebacks show no locals."""
+"""What reaches the manager's log."""
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterator
+import sys
 
 import pytest
-import structlog
 
-from kvmanager_service.config import ManagerConfig
-from kvmanager_service.logging import configure_logging
+from kvmanager_service.logging import _is_of_interest
 
 
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    handlers, level = logging.root.handlers[:], logging.root.level
-    yield
-    logging.root.handlers[:] = handlers
-    logging.root.setLevel(level)
-    structlog.reset_defaults()
-
-
-def fail(prompt: str) -> None:
-    raise ValueError(len(prompt))
-
-
-def test_logging_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging(ManagerConfig(log_format="json", log_level="info"))
-    log = structlog.get_logger("x")
-    log.debug("hidden")
-    log.info("executor_registered", executor_id="e1")
-    logging.getLogger("grpc").warning("from a dependency")
-    first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
-    assert (first["event"], first["executor_id"], first["level"]) == ("executor_registered", "e1", "info")
-    assert (second["event"], second["level"]) == ("from a dependency", "warning")
-
-
-@pytest.mark.parametrize("form", ["json", "console"])
-def test_logging_traceback_shows_no_locals(form: str, capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging(ManagerConfig(log_format=form))
+def record_of(error: Exception) -> logging.LogRecord:
     try:
-        fail("".join(["sec", "ret"]))
-    except ValueError:
-        structlog.get_logger("x").exception("broken")
-    text = capsys.readouterr().err
-    assert "in fail" in text
-    assert "secret" not in text
+        raise error
+    except type(error):
+        return logging.LogRecord("grpc", logging.ERROR, __file__, 1, "raised in core", None, sys.exc_info())
+
+
+@pytest.mark.parametrize(("name", "shown"), [("ExecuteBatchError", False), ("ValueError", True)])
+def test_logging_only_a_write_to_a_client_that_went_away_is_left_out(name: str, shown: bool) -> None:
+    assert _is_of_interest(record_of(type(name, (Exception,), {})("failed"))) is shown
+
+
+def test_logging_record_without_an_exception_is_shown() -> None:
+    assert _is_of_interest(logging.LogRecord("x", logging.WARNING, __file__, 1, "plain", None, None))
