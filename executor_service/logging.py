@@ -20,6 +20,15 @@ __all__ = ["LogFormat", "configure_logging"]
 LogFormat = Literal["console", "json"]
 
 
+def _is_of_interest(record: logging.LogRecord) -> bool:
+    """Whether a record says more than that a manager went away while a result was being written to it.
+
+    grpc.aio logs that with a traceback, as an error; to us it is an ordinary end of a stream.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return type(error).__name__ != "ExecuteBatchError"
+
+
 def configure_logging(level: str, log_format: LogFormat, **bound: str) -> None:
     """Send structlog's and the standard library's records to stderr in one format.
 
@@ -58,6 +67,7 @@ def configure_logging(level: str, log_format: LogFormat, **bound: str) -> None:
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_renderers(log_format)],
         )
     )
+    handler.addFilter(_is_of_interest)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
