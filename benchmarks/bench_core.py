@@ -17,6 +17,7 @@ import time
 from array import array
 from collections.abc import Callable
 
+from kvmanager_service.core.block import KVCacheBlock
 from kvmanager_service.core.block_hash import default_hash, hash_block_tokens
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
@@ -54,18 +55,22 @@ def block_operations(rounds: int) -> list[Figure]:
     pool = BlockPool(1 + calls * count)
     get, free, touch = [], [], []
     for _ in range(rounds):
-        taken: list[list] = []
-        get.append(timed(lambda: taken.extend(pool.get_new_blocks(count) for _ in range(calls))) / calls / count * 1e9)  # noqa: B023
+        taken: list[list[KVCacheBlock]] = []
+
+        def get_all(pool: BlockPool = pool, taken: list[list[KVCacheBlock]] = taken) -> None:
+            taken.extend(pool.get_new_blocks(count) for _ in range(calls))
+
+        get.append(timed(get_all) / calls / count * 1e9)
         for batch in taken:
             for block in batch:
                 if block.content is None:
                     pool.cache_full_block(block, block.block_id.to_bytes(16, "little"), None, b"x" * 64, b"")
 
-        def free_all(taken: list[list] = taken) -> None:
+        def free_all(taken: list[list[KVCacheBlock]] = taken) -> None:
             for batch in taken:
                 pool.free_blocks(reversed(batch))
 
-        def touch_all(taken: list[list] = taken) -> None:
+        def touch_all(taken: list[list[KVCacheBlock]] = taken) -> None:
             for batch in taken:
                 pool.touch(batch)
 
