@@ -1,6 +1,6 @@
 """The manager's end of the executor's contract.
 
-Station: made by `EngineLoop` for the executor it uses; calls `ExecutorService`. It knows no request.
+Station: made by `ExecutorLife` for the executor it uses; calls `ExecutorService`. It knows no request.
 
     connect: ProfileMemory ─▶ GetModelInfo ─▶ InitializeKvCache, or ListBlockTags when the cache is already filled
     StepStream: steps go down in order, results come back in order; the first failure ends it

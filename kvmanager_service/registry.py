@@ -1,6 +1,6 @@
 """The executors that registered with this manager, and their leases.
 
-Station: written by the registry servicer (register) and by the engine loop (state, rejection), read by both. It knows
+Station: written by the registry servicer (register) and by `executor_life` (state, rejection), read by both. It knows
 neither executors' content nor how to reach them. Time is a parameter, everything runs on one loop.
 
 Life of an entry: register → STANDBY → CONNECTING → ACTIVE → (lost: STANDBY with last_error) → lease over: gone.

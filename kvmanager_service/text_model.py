@@ -1,6 +1,6 @@
 """The text side of the served model: tokenizer, chat template, special tokens.
 
-Station: built by the engine loop from the files the executor ships, in a thread, since it takes a second for a large
+Station: built by `executor_checks` from the files the executor ships, in a thread, since it takes a second for a large
 vocabulary; then part of `ModelView`. Executors of one model fingerprint share one.
 """
 

@@ -1,6 +1,6 @@
 """ExecutorRegistryService: how executors make themselves known.
 
-Station: called by grpc, writes the registry, which the engine loop reads.
+Station: called by grpc, writes the registry, which `executor_life` reads.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ async def test_engine_broken_invariant_ends_every_stream_although_the_books_can_
         for name, sink in zip("ab", sinks, strict=True):
             split.engine.submit(make_new(name, 6, max_tokens=1), sink)
         await until(lambda: bool(split.executor.steps))
-        assert split.engine._scheduler is not None
-        monkeypatch.setattr(split.engine._scheduler.kv.pool, "free_blocks", broken)
+        assert split.engine._steps.scheduler is not None
+        monkeypatch.setattr(split.engine._steps.scheduler.kv.pool, "free_blocks", broken)
         split.executor.compute.set()
         await until(lambda: split.engine.stats().state is ManagerState.BROKEN)
         await split.engine.drain(5.0)
@@ -71,8 +71,8 @@ async def test_engine_invariant_broken_in_a_call_ends_every_stream_and_admits_no
         split.executor.compute.clear()
         sink = Sink()
         split.engine.submit(make_new("a", 6), sink)
-        assert split.engine._scheduler is not None
-        monkeypatch.setattr(split.engine._scheduler, "abort", broken)
+        assert split.engine._steps.scheduler is not None
+        monkeypatch.setattr(split.engine._steps.scheduler, "abort", broken)
         with pytest.raises(AssertionError, match="two queues"):
             split.engine.abort("a")
         assert split.engine.stats().state is ManagerState.BROKEN

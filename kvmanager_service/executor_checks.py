@@ -1,0 +1,76 @@
+"""Which executors this manager can use, from what they say of themselves.
+
+Station: called by `executor_life` before it uses an executor. Pure but for the thread in which a tokenizer is built: it
+knows neither the registry nor any connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvplane.executor.v1.executor_service_pb2 import KV_GROUP_TYPE_FULL_ATTENTION, GetModelInfoResponse
+
+from kvmanager_service.engine_api import ModelView
+from kvmanager_service.executor_client import ReadyExecutor
+from kvmanager_service.text_model import TextModel
+
+
+class ExecutorUnfitError(Exception):
+    """This manager can not use an executor, however often it tries; the message says expected, got and what to do."""
+
+
+def require_model(model: ModelView | None, info: GetModelInfoResponse) -> None:
+    """Raise ExecutorUnfitError unless the executor serves the manager's model, or none is served yet."""
+    if model is not None and info.model_fingerprint != model.fingerprint:
+        raise ExecutorUnfitError(
+            f"expected an executor that serves {model.name!r} ({model.fingerprint}), got other weights:"
+            f" {info.model_name!r} ({info.model_fingerprint}); start it with the same model"
+        )
+
+
+def require_geometry(ready: ReadyExecutor) -> None:
+    """Raise ExecutorUnfitError unless there can be books on the executor's cache."""
+    kv_cache, groups = ready.kv_cache, [group.type for group in ready.info.kv_groups]
+    if groups != [KV_GROUP_TYPE_FULL_ATTENTION] or kv_cache.block_size < 1 or kv_cache.num_blocks < 2:
+        raise ExecutorUnfitError(
+            "kv_cache: expected one group of full attention, block_size of at least 1 and num_blocks of at least 2,"
+            f" got groups of types {groups}, {kv_cache.block_size} and {kv_cache.num_blocks}; serve a model with"
+            " full attention in every layer"
+        )
+
+
+def require_length(model: ModelView | None, ready: ReadyExecutor) -> None:
+    """Raise ExecutorUnfitError unless it can compute every sequence that fits both the model, as served, and the pool.
+
+    It would fail the steps of longer ones, and with them of all that share those steps.
+    """
+    if model is None:
+        return
+    longest = min(model.max_model_len, (ready.kv_cache.num_blocks - 1) * ready.kv_cache.block_size)
+    if ready.info.max_model_len < longest:
+        raise ExecutorUnfitError(
+            f"max_model_len: expected at least {longest}, which requests were admitted for, got"
+            f" {ready.info.max_model_len}; start the executor with as much, or the manager anew"
+        )
+
+
+async def load_model(info: GetModelInfoResponse) -> ModelView:
+    """Make the model from what an executor says of it. Raises ExecutorUnfitError when its files cannot be read."""
+    files = {file.name: file.content for file in info.tokenizer_files}
+    try:
+        text = await asyncio.to_thread(TextModel.from_files, files)
+    except Exception as error:
+        raise ExecutorUnfitError(
+            f"tokenizer_files: expected a tokenizer and a chat template that can be read, got"
+            f" {type(error).__name__}: {error}; mend the model's files"
+        ) from error
+    return ModelView(
+        name=info.model_name,
+        fingerprint=info.model_fingerprint,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=tuple(info.eos_token_ids),
+        max_logprobs=info.max_logprobs,
+        dtype=info.dtype,
+        text=text,
+    )

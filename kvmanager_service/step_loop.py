@@ -1,0 +1,192 @@
+"""The books, the clients' streams, and the steps between them and an executor.
+
+Station: `executor_life` fits the books to an executor and runs steps on its stream; `engine_loop` brings requests. It
+calls `Scheduler` and `StepStream`, and knows not which executor is at the stream's other end.
+
+    each round: update ▸ publish ▸ schedule ▸ send
+
+Two steps are out at most: one computing, one queued behind it, so that an executor never waits for the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import NoReturn
+
+import structlog
+from kvplane.executor.v1.executor_service_pb2 import ExecuteResponse
+
+from kvmanager_service.config import ManagerConfig
+from kvmanager_service.core.errors import CoreError
+from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.request import FinishReason, NewRequest, RequestOutput
+from kvmanager_service.core.scheduler import Scheduler
+from kvmanager_service.core.scheduler_config import SchedulerConfig
+from kvmanager_service.core.step import BadResultError
+from kvmanager_service.engine_api import OutputSink
+from kvmanager_service.executor_client import ExecutorLostError, ReadyExecutor, StepStream
+from kvmanager_service.step_message import build_execute_request, read_execute_response
+
+_log = structlog.get_logger(__name__)
+
+
+class StepLoop:
+    """Runs steps, and keeps what outlives an executor: requests and their sinks.
+
+    Attributes:
+        scheduler: the books; None before the first `fit`, and until then no call but `lose` may need them.
+        kv_epoch: names the content of the cache that the books are about; 0 before there is one.
+    """
+
+    def __init__(self, config: ManagerConfig) -> None:
+        self.scheduler: Scheduler | None = None
+        self.kv_epoch = 0
+        self._config = config
+        self._sinks: dict[str, OutputSink] = {}
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._got_result = False
+
+    # --- requests come and go -------------------------------------------------------------------------------------
+
+    @property
+    def num_open(self) -> int:
+        """How many clients still wait for the end of their request."""
+        return len(self._sinks)
+
+    def wake(self) -> None:
+        """Look for work: a result has come, or a request."""
+        self._wake.set()
+
+    def submit(self, request: NewRequest, sink: OutputSink) -> None:
+        """See `engine_api.Engine.submit`."""
+        self._books().add_request(request)
+        self._sinks[request.request_id] = sink
+        self._wake.set()
+
+    def abort(self, request_id: str) -> None:
+        """See `engine_api.Engine.abort`. The request's blocks are free when this returns."""
+        self._books().abort(request_id)
+        self._publish()
+
+    def reset_prefix_cache(self) -> int:
+        """See `engine_api.Engine.reset_prefix_cache`."""
+        self._wake.set()  # the executor is to forget its tags, too
+        return self._books().reset_prefix_cache()
+
+    def fail_all(self, error: CoreError) -> None:
+        """End every request with an error."""
+        scheduler = self._books()
+        for request in list(scheduler.iter_requests()):
+            scheduler.fail(request.request_id, error)
+        self._publish()
+
+    def end_streams(self, error: CoreError) -> None:
+        """Tell every client an error without asking the scheduler, which may be what is broken."""
+        for request_id, sink in self._sinks.items():
+            sink.push(RequestOutput(request_id, [], [], finish_reason=FinishReason.ERROR, error=error))
+        self._sinks.clear()
+        self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Wait until every client has been told the end of its request."""
+        while self._sinks:
+            self._idle.clear()
+            await self._idle.wait()
+
+    # --- an executor comes and goes -------------------------------------------------------------------------------
+
+    def fit(self, ready: ReadyExecutor) -> None:
+        """Make the books fit the executor's cache."""
+        if ready.tagged is None:
+            return
+        kv_cache = ready.kv_cache
+        kv = KVCacheManager(kv_cache.num_blocks, kv_cache.block_size, enable_caching=self._config.enable_prefix_caching)
+        adopted = kv.adopt(ready.tagged)
+        if self.scheduler is None:
+            self.scheduler = Scheduler(_scheduler_config(self._config), kv)
+        else:
+            self.scheduler.replace_cache(kv)
+        self.kv_epoch = kv_cache.kv_epoch
+        self._publish()
+        _settle_heap()
+        _log.info(
+            "kv_cache_ready", num_blocks=kv_cache.num_blocks, block_size=kv_cache.block_size, adopted_blocks=adopted
+        )
+
+    def lose(self) -> bool:
+        """The executor can not be used any more: schedule everything anew.
+
+        Returns:
+            Whether any result has come since the last loss.
+        """
+        got_result, self._got_result = self._got_result, False
+        if self.scheduler is not None:
+            self.scheduler.lose_steps()
+            self._publish()
+        return got_result
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    async def run(self, stream: StepStream) -> NoReturn:
+        """Keep the executor busy until it is lost. Raises ExecutorLostError then."""
+        scheduler = self._books()
+        while True:
+            self._wake.clear()
+            for response in stream.take_results():
+                self._update(response)
+            self._publish()
+            while (step := scheduler.schedule()) is not None:
+                message = build_execute_request(step, self.kv_epoch, scheduler.kv.block_size)
+                self._publish()  # while the step is sent, the id of who ended in it may be taken anew
+                await stream.send(message)
+            self._publish()
+            await self._wake.wait()
+
+    def _update(self, response: ExecuteResponse) -> None:
+        if response.kv_epoch != self.kv_epoch:
+            raise ExecutorLostError(f"expected a result of kv_epoch {self.kv_epoch}, got {response.kv_epoch}")
+        try:
+            self._books().update(read_execute_response(response))
+        except BadResultError as error:
+            raise ExecutorLostError(str(error)) from error
+        self._got_result = True
+
+    def _publish(self) -> None:
+        """Hand outputs to their sinks; a sink that finds a stop string ends its request."""
+        scheduler = self._books()
+        for output in scheduler.take_outputs():
+            sink = self._sinks.get(output.request_id)
+            if sink is None:
+                continue  # a stop string ended it, and a result was already on its way
+            match = sink.push(output)
+            if match is not None:
+                scheduler.finish(output.request_id)
+            if match is not None or output.finish_reason is not None:
+                del self._sinks[output.request_id]
+        if not self._sinks:
+            self._idle.set()
+
+    def _books(self) -> Scheduler:
+        assert self.scheduler is not None, "nothing is asked of the books before there are any"
+        return self.scheduler
+
+
+def _settle_heap() -> None:
+    """Keep the garbage collector off the pool: it stays, and walking its blocks would hold up steps."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+def _scheduler_config(config: ManagerConfig) -> SchedulerConfig:
+    return SchedulerConfig(
+        policy=config.policy,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_waiting=config.max_waiting,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        watermark=config.watermark,
+        max_outstanding=2 if config.queue_ahead else 1,
+    )
