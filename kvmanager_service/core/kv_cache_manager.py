@@ -115,6 +115,25 @@ class KVCacheManager:
             self._extend_table(request, self.pool.get_new_blocks(needed))
         return True
 
+    def allocate_sequence(self, request: Request, reserve: int = 0) -> bool:
+        """Give a request without blocks those of its whole known sequence, as many as can be from the cache.
+
+        The whole, although the next step may compute a part of it only: a resumed request that got only the first
+        chunk's blocks would be preempted again before it produced anything.
+
+        Args:
+            request: a waiting one.
+            reserve: blocks that must stay free.
+
+        Returns:
+            False when too few blocks are free; then nothing at all has changed.
+        """
+        hits = self.get_computed_blocks(request)
+        needed = self.num_blocks_for(request.num_tokens) - len(hits)
+        if needed + reserve > self.num_free_after(hits):
+            return False
+        return self.allocate_slots(request, request.num_tokens, hits)
+
     def num_free_after(self, hits: list[KVCacheBlock]) -> int:
         """Blocks that stay free once these hits are referenced."""
         return self.pool.num_free_blocks - sum(1 for block in hits if block.ref_cnt == 0)

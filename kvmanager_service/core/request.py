@@ -1,7 +1,7 @@
 """A request, from the moment the core accepts it.
 
-Station: made by `Scheduler.add_request` from a `NewRequest`; read and written by the scheduler and the
-`KVCacheManager`, by nobody else.
+Station: made by `Scheduler.add_request` from a `NewRequest`; read and written by the scheduler, by what it is made of
+and by the `KVCacheManager`, by nobody else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Who computes what in the next step, and what follows from a step's result.
 
-Station: called by `EngineLoop` (live), by the simulation and by replay; calls `KVCacheManager` for blocks and
-`RequestBook` for where requests stand.
+Station: called by `StepLoop` (live), by the simulation and by replay. It decides; `KVCacheManager` keeps the blocks,
+`RequestBook` where requests stand, `StepPlan` the step in the making, `TagOutbox` what the executor is to be told of
+blocks, `Suspects` who may be what breaks it.
 
     add_request ─▶ waiting ─schedule: admit▶ running ─update: token▶ … ─update: stop▶ finished
                       ▲                         │
@@ -19,23 +20,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from kvmanager_service.core.block import BlockContent
-from kvmanager_service.core.errors import (
-    CoreError,
-    InvalidRequestError,
-    PoolExhaustedError,
-    PoolInUseError,
-    RowFailedError,
-)
+from kvmanager_service.core.errors import CoreError, PoolInUseError
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.pool_limit import has_outgrown, outgrown_error, require_fit
 from kvmanager_service.core.request import FinishReason, NewRequest, Request, RequestOutput, RequestStatus
 from kvmanager_service.core.request_book import RequestBook
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import BadResultError, ScheduledRow, SchedulerStats, Step, StepResult, check_result
-
-MAX_FAILED_STEPS = 3
-"""A request that was in the first lost step this many times, and never got over it in between, is ended: it may be what
-breaks the executor."""
+from kvmanager_service.core.step_plan import StepPlan
+from kvmanager_service.core.suspects import Suspects
+from kvmanager_service.core.tag_outbox import TagOutbox
 
 
 class Scheduler:
@@ -59,8 +53,8 @@ class Scheduler:
         self.waiting = self.book.waiting
         self.running = self.book.running
         self.outstanding: deque[Step] = deque()
-        self._suspects: dict[str, Request] = {}
-        self._tags: list[tuple[int, BlockContent | None]] = []
+        self._suspects = Suspects()
+        self._tags = TagOutbox(kv.pool)
         self._next_step_id = 1
 
     # --- requests come and go -------------------------------------------------------------------------------------
@@ -74,7 +68,7 @@ class Scheduler:
             InvalidRequestError: the known sequence and one more token can never fit the pool.
         """
         request = self.book.new_request(new)
-        self._check_can_ever_fit(request)
+        require_fit(self.kv, request)
         self.book.add(request)
         return request
 
@@ -122,198 +116,105 @@ class Scheduler:
             The step, or None when there is nothing to compute now. Call `take_outputs` in either case. When no request
             is left, a step without rows takes along the tags that no other step would.
         """
-        if len(self.outstanding) >= self.config.max_outstanding:
+        if len(self.outstanding) >= self.config.max_outstanding or (self._suspects and self.outstanding):
             return None
-        if self._suspects:
-            if self.outstanding:
-                return None
-            if self._start_suspect():
-                return self._schedule_suspect()
-        rows: dict[str, ScheduledRow] = {}
-        step_id = self._next_step_id
-        budget, preempted = self._schedule_running(rows, self.config.max_num_batched_tokens)
-        for row in rows.values():
-            self._claim(row, step_id)
-        # Whoever was preempted would be the first to come back. If nothing else will bring about another call, it may.
-        if not preempted or not (rows or self.outstanding):
-            self._admit_waiting(rows, budget, step_id)
-        if not rows and (self.has_work or not self._tags):
+        previous = self.outstanding[-1] if self.outstanding else None
+        plan = StepPlan(self._next_step_id, previous, self.kv, self.config)
+        if not (self._suspects and self._plan_suspect(plan)):
+            preempted = self._plan_running(plan)
+            # Whoever was preempted would be the first to come back; it may if nothing else brings about another call.
+            if not preempted or not (plan.rows or self.outstanding):
+                self._plan_waiting(plan)
+        if not plan.rows and (self.has_work or not self._tags):
             return None
-        return self._make_step(step_id, list(rows.values()))
+        step = plan.make_step(self._tags.take())
+        self._next_step_id += 1
+        self.outstanding.append(step)
+        return step
 
-    def _start_suspect(self) -> bool:
-        """Give blocks to the next request that may be what breaks the executor. False while too few are free."""
-        request = next(iter(self._suspects.values()))
-        if request.status is RequestStatus.RUNNING:
-            return self.kv.allocate_slots(request, request.num_tokens)
-        if not self.kv.allocate_slots(request, request.num_tokens, self.kv.get_computed_blocks(request)):
-            return False
-        self._start(request)
-        return True
+    def _plan_suspect(self, plan: StepPlan) -> bool:
+        """Let a suspect compute alone, no step before or behind, so that a failure is nobody else's.
 
-    def _schedule_suspect(self) -> Step:
-        """Let it compute alone, no step before or behind, so that a failure is nobody else's."""
-        request = next(iter(self._suspects.values()))
-        row = self._row(request, self._chunk(request.num_schedulable_tokens, self.config.max_num_batched_tokens))
-        self._claim(row, self._next_step_id)
-        return self._make_step(self._next_step_id, [row])
+        Returns:
+            False while too few blocks are free for it.
+        """
+        request = self._suspects.first()
+        if request.status is not RequestStatus.RUNNING:
+            has_blocks = self._admit(request, 0)
+        else:
+            has_blocks = self.kv.allocate_slots(request, request.num_tokens)
+        if has_blocks:
+            plan.claim(plan.add(request, plan.chunk(request)))
+        return has_blocks
 
-    def _schedule_running(self, rows: dict[str, ScheduledRow], budget: int) -> tuple[int, bool]:
-        """Fill rows from running requests. Returns what is left of the budget, and whether anybody was preempted."""
+    def _plan_running(self, plan: StepPlan) -> bool:
+        """Give rows to running requests. Returns whether anybody was preempted."""
         preempted = False
         for request in list(self.running.values()):
-            if budget == 0:
+            if plan.budget == 0:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # sacrificed for a request before it
-            num_tokens = self._chunk(request.num_schedulable_tokens, budget)
+            num_tokens = plan.chunk(request)
             if num_tokens == 0:
                 continue
             while not self.kv.allocate_slots(request, request.num_computed_tokens + num_tokens):
-                victim = self._choose_victim(request)
-                if victim is None:
-                    self._wait_or_fail(request)
+                if len(self.running) == 1:
+                    # It needs more than the whole pool. If a token of it is on its way, that may end it.
+                    if not request.num_pending_tokens:
+                        self._fail_outgrown(request)
                     break
+                victim = self._choose_victim(request)
                 preempted = True
-                returned = rows.pop(victim.request_id, None)
-                if returned is not None:
-                    budget += returned.num_tokens
+                plan.drop(victim)
                 self._preempt(victim)
                 self.stats.preemptions += 1
                 if victim is request:
                     break
             else:
-                rows[request.request_id] = self._row(request, num_tokens)
-                budget -= num_tokens
-        return budget, preempted
+                plan.add(request, num_tokens)
+        for row in plan.rows.values():
+            plan.claim(row)
+        return preempted
 
-    def _admit_waiting(self, rows: dict[str, ScheduledRow], budget: int, step_id: int) -> None:
-        while budget > 0 and len(self.waiting) and len(self.running) < self.config.max_num_seqs:
+    def _plan_waiting(self, plan: StepPlan) -> None:
+        """Admit waiting requests and give them rows."""
+        watermark_blocks = int(self.config.watermark * self.kv.pool.num_usable_blocks)
+        while plan.budget > 0 and len(self.waiting) and len(self.running) < self.config.max_num_seqs:
             request = self.waiting.peek()
-            if self._has_outgrown(request):
+            if has_outgrown(self.kv, request):
                 self._fail_outgrown(request)
-                continue
-            hits = self.kv.get_computed_blocks(request)
-            # The whole known sequence is taken at once: a resumed request that got only its first chunk's blocks would
-            # be preempted again before it produced anything.
-            needed = self.kv.num_blocks_for(request.num_tokens) - len(hits)
-            if self.running and self.kv.num_free_after(hits) - needed < self._watermark_blocks:
+            elif self._admit(request, watermark_blocks if self.running else 0):
+                plan.claim(plan.add(request, plan.chunk(request)))
+            else:
                 break
-            if not self.kv.allocate_slots(request, request.num_tokens, hits):
-                break
-            self._start(request)
-            row = self._row(request, self._chunk(request.num_schedulable_tokens, budget))
-            rows[request.request_id] = row
-            budget -= row.num_tokens
-            self._claim(row, step_id)
 
-    def _start(self, request: Request) -> None:
+    def _admit(self, request: Request, reserve: int) -> bool:
+        """Let a waiting request run if its blocks leave `reserve` blocks free."""
+        if not self.kv.allocate_sequence(request, reserve):
+            return False
         self.book.start(request)
         if not request.was_admitted:
             request.was_admitted = True
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             self.stats.prefix_queries += request.num_prompt_tokens
             self.stats.prefix_hits += request.num_cached_tokens
-
-    def _chunk(self, num_schedulable: int, budget: int) -> int:
-        threshold = self.config.long_prefill_token_threshold
-        return min(num_schedulable, budget, threshold) if threshold else min(num_schedulable, budget)
-
-    def _row(self, request: Request, num_tokens: int) -> ScheduledRow:
-        return ScheduledRow(request, request.num_computed_tokens, num_tokens, request.incarnation)
-
-    def _claim(self, row: ScheduledRow, step_id: int) -> None:
-        """The row is final: its tokens count as computed and its full blocks can be found, provisionally."""
-        request = row.request
-        if row.stop > request.num_tokens:
-            assert self.outstanding
-            assert request.last_step_id == self.outstanding[-1].step_id
-            row.feeds_from = request.last_sample_index
-        request.num_computed_tokens = row.stop
-        request.last_step_id = step_id
-        self.kv.cache_blocks(request, step_id)
-
-    def _make_step(self, step_id: int, rows: list[ScheduledRow]) -> Step:
-        num_samples = 0
-        feeds_from_step_id = 0
-        for row in rows:
-            request = row.request
-            if row.feeds_from >= 0:
-                feeds_from_step_id = self.outstanding[-1].step_id
-            request.last_sample_index = -1
-            if row.stop == request.num_tokens + request.num_pending_tokens:
-                row.sample_index = request.last_sample_index = num_samples
-                num_samples += 1
-                row.suppress_stop = request.num_output_tokens + request.num_pending_tokens < request.stop.min_tokens
-                request.num_pending_tokens += 1
-        step = Step(step_id, rows, num_samples, feeds_from_step_id, self._take_tags())
-        self._next_step_id += 1
-        self.outstanding.append(step)
-        return step
-
-    def _take_tags(self) -> list[tuple[int, BlockContent | None]]:
-        blocks = self.kv.pool.blocks
-        tags = [
-            (block_id, content)
-            for block_id, content in self._tags
-            if blocks[block_id].content is content and not blocks[block_id].provisional_step
-        ]
-        self._tags = []
-        return tags
+        return True
 
     # --- blocks run short -----------------------------------------------------------------------------------------
 
-    @property
-    def _watermark_blocks(self) -> int:
-        return int(self.config.watermark * self.kv.pool.num_usable_blocks)
-
-    def _choose_victim(self, request: Request) -> Request | None:
+    def _choose_victim(self, request: Request) -> Request:
         """Whom to preempt for request, maybe itself: the first in the policy's order whose blocks come free."""
-        if len(self.running) == 1:
-            return None
-        for victim in self.waiting.victims(list(self.running.values())):
-            if victim is request or self.kv.frees_a_block(victim):
-                return victim
-        return None
-
-    def _wait_or_fail(self, request: Request) -> None:
-        """The only running request needs more than the whole pool. If a token of it is on its way, that may end it."""
-        assert len(self.running) == 1
-        if not request.num_pending_tokens:
-            self._fail_outgrown(request)
-
-    def _has_outgrown(self, request: Request) -> bool:
-        """Whether not even the known sequence fits the pool. One that just fits can still produce its last token."""
-        return self.kv.num_blocks_for(request.num_tokens) > self.kv.pool.num_usable_blocks
+        victims = self.waiting.victims(list(self.running.values()))
+        return next(victim for victim in victims if victim is request or self.kv.frees_a_block(victim))
 
     def _fail_outgrown(self, request: Request) -> None:
-        pool_tokens = self.kv.pool.num_usable_blocks * self.kv.block_size
-        error = PoolExhaustedError(
-            "POOL_EXHAUSTED",
-            f"expected a sequence of at most {pool_tokens} tokens ({self.kv.pool.num_usable_blocks} blocks of "
-            f"{self.kv.block_size}), got one that needs token {pool_tokens + 1} after {request.num_output_tokens} "
-            "output tokens; lower max_tokens, or give the executor more memory for KV",
-            pool_tokens=pool_tokens,
-            num_output_tokens=request.num_output_tokens,
-        )
-        self._finish(request, FinishReason.ERROR, error=error)
+        self._finish(request, FinishReason.ERROR, error=outgrown_error(self.kv, request))
 
     def _preempt(self, request: Request) -> None:
         """Take a running request's blocks; it recomputes what the prefix cache will not give back."""
         self.kv.free(request)
         self.book.preempt(request)
-
-    def _check_can_ever_fit(self, request: Request) -> None:
-        usable = self.kv.pool.num_usable_blocks
-        if self.kv.num_blocks_for(request.num_tokens + 1) > usable:
-            pool_tokens = usable * self.kv.block_size
-            raise InvalidRequestError(
-                "PROMPT_TOO_LONG",
-                f"expected a prompt of at most {pool_tokens - 1} tokens, so that it and one more fit the KV pool, got "
-                f"{request.num_tokens}; shorten it, or give the executor more memory for KV",
-                pool_tokens=pool_tokens,
-                prompt_tokens=request.num_tokens,
-            )
 
     # --- a step comes back ----------------------------------------------------------------------------------------
 
@@ -330,8 +231,7 @@ class Scheduler:
         self.outstanding.popleft()
         for index in result.errors:
             self._distrust(step.rows[index], step.step_id)
-        committed = self.kv.pool.commit_step(step.step_id)
-        self._tags += [(block.block_id, content) for block in committed if (content := block.content) is not None]
+        self._tags.committed(self.kv.pool.commit_step(step.step_id))
         self.stats.steps += 1
         for index, row in enumerate(step.rows):
             self.stats.tokens_computed += row.num_tokens
@@ -342,9 +242,8 @@ class Scheduler:
             if error is not None:
                 self._finish(request, FinishReason.ERROR, error=error)
                 continue
-            if request.failed_steps and row.stop >= request.failed_at:
-                request.failed_steps = 0
-                self._suspects.pop(request.request_id, None)
+            if request.failed_steps:
+                self._suspects.clear(row)
             if row.sample_index >= 0:
                 self._append(request, row.sample_index, result)
 
@@ -356,7 +255,7 @@ class Scheduler:
         request = row.request
         is_current = request.status is RequestStatus.RUNNING and request.incarnation == row.incarnation
         distrusted = self.kv.distrust(request, step_id, with_table=is_current)
-        self._tags += [(block.block_id, None) for block in distrusted]
+        self._tags.forgotten(distrusted)
         for other in reversed(list(self.running.values())):
             if not (is_current and other is request) and not distrusted.isdisjoint(other.blocks):
                 self._preempt(other)
@@ -384,48 +283,29 @@ class Scheduler:
     def lose_steps(self) -> None:
         """Every outstanding step is lost: un-hash what they would have filled, schedule running requests anew.
 
-        A request that was in the first lost step MAX_FAILED_STEPS times, and never got over it, ends with an error.
-        Before the last of these times it is put into a step of its own, so that no other pays for it.
+        A request that was in the first lost step too often, and never got over it, ends with an error; see `suspects`.
         """
         lost = list(self.outstanding)
         self.outstanding.clear()
         self.stats.steps_failed += len(lost)
-        self._tags = [tag for step in lost for tag in step.tags] + self._tags  # the executor may not have stored them
+        self._tags.lost(lost)
         self.kv.pool.forget_provisional()
-        suspects = lost[0].rows if lost else []
-        self._requeue_running()
-        for row in suspects:
-            request = row.request
-            request.failed_steps += 1
-            request.failed_at = row.stop
-            if request.status is RequestStatus.FINISHED:
-                continue
-            if request.failed_steps == MAX_FAILED_STEPS - 1:
-                self._suspects[request.request_id] = request
-            if request.failed_steps >= MAX_FAILED_STEPS:
-                error = RowFailedError(
-                    "STEP_FAILED",
-                    f"expected a step with this request to succeed, got {request.failed_steps} failures in a row; the "
-                    "executor's log says why",
-                    failed_steps=request.failed_steps,
-                )
-                self._finish(request, FinishReason.ERROR, error=error)
+        for request in reversed(list(self.running.values())):
+            self._preempt(request)
+            self.stats.reschedules += 1
+        for request, error in self._suspects.blame(lost[0].rows if lost else []):
+            self._finish(request, FinishReason.ERROR, error=error)
 
     def replace_cache(self, kv: KVCacheManager) -> None:
         """The executor's cache is gone or another one: schedule everything anew on `kv`, end what can never fit it."""
         self.lose_steps()
         self.stats.blocks_evicted += self.kv.pool.num_evictions
         self.kv = kv
-        self._tags = []
+        self._tags = TagOutbox(kv.pool)
         for request in list(self.requests.values()):
             request.block_hashes = []
-            if self._has_outgrown(request):
+            if has_outgrown(kv, request):
                 self._fail_outgrown(request)
-
-    def _requeue_running(self) -> None:
-        for request in reversed(list(self.running.values())):
-            self._preempt(request)
-            self.stats.reschedules += 1
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached block. Returns how many. Raises PoolInUseError while a request holds blocks."""
@@ -436,7 +316,7 @@ class Scheduler:
                 requests_running=len(self.running),
             )
         forgotten = self.kv.pool.reset_prefix_cache()
-        self._tags += [(block.block_id, None) for block in forgotten]
+        self._tags.forgotten(forgotten)
         return len(forgotten)
 
     # --- the end of a request -------------------------------------------------------------------------------------
@@ -448,7 +328,7 @@ class Scheduler:
         request.last_block_id_bytes = bytes(request.block_id_bytes)
         self.kv.free(request)
         request.drop_tokens()
-        self._suspects.pop(request.request_id, None)
+        self._suspects.forget(request)
         self.book.end(request, reason, output)
 
     # --- checks ---------------------------------------------------------------------------------------------------

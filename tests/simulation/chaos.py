@@ -25,9 +25,9 @@ from kvmanager_service.core.errors import (
 )
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import TOKEN_BYTES, FinishReason, NewRequest, Request, SamplingParams, StopRules
-from kvmanager_service.core.scheduler import MAX_FAILED_STEPS
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import BadResultError
+from kvmanager_service.core.suspects import MAX_FAILED_STEPS
 from kvmanager_service.step_message import read_execute_response
 from tests.simulation.harness import VOCAB_SIZE, Produced, World
 from tests.unit.core.builders import chain_of, state_of, token_bytes

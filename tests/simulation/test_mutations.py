@@ -13,6 +13,8 @@ from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import Request
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.step import ScheduledRow, Step, StepResult
+from kvmanager_service.core.step_plan import StepPlan
+from kvmanager_service.core.tag_outbox import Tag
 from tests.simulation.chaos import Chaos
 from tests.simulation.test_faults import live_through_a_failed_twin
 
@@ -135,14 +137,14 @@ def failed_content_survives_in_its_twin(patch: pytest.MonkeyPatch) -> None:
 
 
 def fed_by_another_sample(patch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._claim
+    original = StepPlan.claim
 
-    def claim(self: Scheduler, row: ScheduledRow, step_id: int) -> None:
-        original(self, row, step_id)
+    def claim(self: StepPlan, row: ScheduledRow) -> None:
+        original(self, row)
         if row.feeds_from > 0:
             row.feeds_from -= 1
 
-    patch.setattr(Scheduler, "_claim", claim)
+    patch.setattr(StepPlan, "claim", claim)
 
 
 def old_incarnations_are_believed(patch: pytest.MonkeyPatch) -> None:
@@ -168,15 +170,15 @@ def preempted_request_keeps_its_tokens_on_the_way(patch: pytest.MonkeyPatch) -> 
 
 
 def stop_tokens_are_never_suppressed(patch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._make_step
+    original = StepPlan.make_step
 
-    def make_step(self: Scheduler, step_id: int, rows: list[ScheduledRow]) -> Step:
-        step = original(self, step_id, rows)
-        for row in rows:
+    def make_step(self: StepPlan, tags: list[Tag]) -> Step:
+        step = original(self, tags)
+        for row in step.rows:
             row.suppress_stop = False
         return step
 
-    patch.setattr(Scheduler, "_make_step", make_step)
+    patch.setattr(StepPlan, "make_step", make_step)
 
 
 def one_token_too_many(patch: pytest.MonkeyPatch) -> None:
@@ -190,40 +192,23 @@ def one_token_too_many(patch: pytest.MonkeyPatch) -> None:
 
 
 def victims_row_stays_in_the_step(patch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._schedule_running
-
-    class StickyRows(dict[str, ScheduledRow]):
-        def pop(self, key: str, default: object = None) -> object:  # type: ignore[override]
-            return default
-
-    def schedule_running(self: Scheduler, rows: dict[str, ScheduledRow], budget: int) -> tuple[int, bool]:
-        sticky = StickyRows()
-        returned = original(self, sticky, budget)
-        rows.update(sticky)
-        return returned
-
-    patch.setattr(Scheduler, "_schedule_running", schedule_running)
+    patch.setattr(StepPlan, "drop", lambda self, request: None)
 
 
 def preemption_forgets_to_wait(patch: pytest.MonkeyPatch) -> None:
     """A lone request that outgrew the pool is taken for a preemption: whoever waits is not admitted."""
-    original = Scheduler._schedule_running
+    plan_running, plan_waiting = Scheduler._plan_running, Scheduler._plan_waiting
 
-    def schedule_running(self: Scheduler, rows: dict[str, ScheduledRow], budget: int) -> tuple[int, bool]:
+    def running_or_ended(self: Scheduler, plan: StepPlan) -> bool:
         before = len(self.running)
-        budget, preempted = original(self, rows, budget)
-        return budget, preempted or len(self.running) < before
+        return plan_running(self, plan) or len(self.running) < before
 
-    patch.setattr(Scheduler, "_schedule_running", schedule_running)
-    patch.setattr(Scheduler, "_admit_waiting", _admit_unless(Scheduler._admit_waiting))
+    def waiting_unless_preempted(self: Scheduler, plan: StepPlan) -> None:
+        if plan.rows or self.running or not any(request.num_preemptions for request in self.waiting):
+            plan_waiting(self, plan)
 
-
-def _admit_unless(original: Callable[..., None]) -> Callable[..., None]:
-    def admit_waiting(self: Scheduler, rows: dict[str, ScheduledRow], budget: int, step_id: int) -> None:
-        if rows or self.running or not any(request.num_preemptions for request in self.waiting):
-            original(self, rows, budget, step_id)
-
-    return admit_waiting
+    patch.setattr(Scheduler, "_plan_running", running_or_ended)
+    patch.setattr(Scheduler, "_plan_waiting", waiting_unless_preempted)
 
 
 def wrong_last_block_len(patch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from kvmanager_service.core.errors import (
     UnknownRequestError,
 )
 from kvmanager_service.core.request import FinishReason, RequestStatus
-from kvmanager_service.core.scheduler import MAX_FAILED_STEPS
 from kvmanager_service.core.step import BadResultError, StepResult
+from kvmanager_service.core.suspects import MAX_FAILED_STEPS
 from tests.unit.core.builders import (
     make_kv,
     make_new,

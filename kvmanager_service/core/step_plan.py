@@ -1,0 +1,84 @@
+"""A step in the making: which rows it has so far, and how many tokens it may still take.
+
+Station: made and filled by `Scheduler.schedule`, which decides who gets a row; the plan knows what a row is and when
+its tokens count as computed.
+
+    add ─▶ row ─claim▶ final row ─▶ make_step
+            └─ drop (its request was preempted for another)
+"""
+
+from __future__ import annotations
+
+from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.request import Request
+from kvmanager_service.core.scheduler_config import SchedulerConfig
+from kvmanager_service.core.step import ScheduledRow, Step
+from kvmanager_service.core.tag_outbox import Tag
+
+
+class StepPlan:
+    """Rows by request id, in the order they were added.
+
+    Args:
+        step_id: the step's.
+        previous: the newest outstanding step, None when none is out.
+        kv: where full blocks become findable.
+        config: the limits.
+
+    Attributes:
+        budget: tokens that may still be added.
+    """
+
+    def __init__(self, step_id: int, previous: Step | None, kv: KVCacheManager, config: SchedulerConfig) -> None:
+        self.step_id = step_id
+        self.rows: dict[str, ScheduledRow] = {}
+        self.budget = config.max_num_batched_tokens
+        self._longest_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        self._previous = previous
+        self._kv = kv
+
+    def chunk(self, request: Request) -> int:
+        """How many of its next tokens this step can take."""
+        return min(request.num_schedulable_tokens, self.budget, self._longest_chunk)
+
+    def add(self, request: Request, num_tokens: int) -> ScheduledRow:
+        """Compute its next num_tokens tokens; its table has the blocks for them."""
+        row = ScheduledRow(request, request.num_computed_tokens, num_tokens, request.incarnation)
+        self.rows[request.request_id] = row
+        self.budget -= num_tokens
+        return row
+
+    def drop(self, request: Request) -> None:
+        """Compute nothing of this request; it need not have a row."""
+        row = self.rows.pop(request.request_id, None)
+        if row is not None:
+            self.budget += row.num_tokens
+
+    def claim(self, row: ScheduledRow) -> None:
+        """The row is final: its tokens count as computed and its full blocks can be found, provisionally."""
+        request = row.request
+        if row.stop > request.num_tokens:
+            assert self._previous is not None
+            assert request.last_step_id == self._previous.step_id
+            row.feeds_from = request.last_sample_index
+        request.num_computed_tokens = row.stop
+        request.last_step_id = self.step_id
+        self._kv.cache_blocks(request, self.step_id)
+
+    def make_step(self, tags: list[Tag]) -> Step:
+        """The step as it is sent; every row was claimed."""
+        rows = list(self.rows.values())
+        num_samples = 0
+        feeds_from_step_id = 0
+        for row in rows:
+            request = row.request
+            if row.feeds_from >= 0:
+                assert self._previous is not None
+                feeds_from_step_id = self._previous.step_id
+            request.last_sample_index = -1
+            if row.stop == request.num_tokens + request.num_pending_tokens:
+                row.sample_index = request.last_sample_index = num_samples
+                num_samples += 1
+                row.suppress_stop = request.num_output_tokens + request.num_pending_tokens < request.stop.min_tokens
+                request.num_pending_tokens += 1
+        return Step(self.step_id, rows, num_samples, feeds_from_step_id, tags)
