@@ -160,10 +160,14 @@ class ModelRunner:
     def run(self, batch: StepBatch, cache: PagedKvCache) -> StepResult:
         """One step: K/V of all rows written, then attention, then sampling."""
         logits = self.forward(batch, cache)
-        if batch.sampling is None:
-            return StepResult(np.zeros(0, dtype=np.int32))
-        result = sample(logits, batch.sampling)
         failures = [
+            RowFailure(row, "NON_FINITE_KV", "what the row computed for its last layer's K/V is NaN or infinite")
+            for row in _rows_with_bad_kv(batch, cache)
+        ]
+        if batch.sampling is None:
+            return StepResult(np.zeros(0, dtype=np.int32), failures=failures)
+        result = sample(logits, batch.sampling)
+        failures += [
             RowFailure(
                 int(batch.sampling.rows[index]),
                 "NON_FINITE_LOGITS",
@@ -213,3 +217,21 @@ class ModelRunner:
     def _to_device(self, column: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> torch.Tensor:
         """One sequence of int64. Shape: (T,) to (1, T)."""
         return torch.from_numpy(column.astype(np.int64)).to(self._device).unsqueeze(0)
+
+
+def _rows_with_bad_kv(batch: StepBatch, cache: PagedKvCache) -> list[int]:
+    """Rows without sampling whose K/V is not finite: no logits would tell, and their blocks would become hits.
+
+    The last layer's K/V tells of the others: each token attends to itself and to those before it, so what is not finite
+    in one layer makes the hidden state, and with it the K/V of every later layer, NaN. (An infinite key all of whose
+    scores are -inf is ignored by attention, and here.) Where every row samples, as in decoding, there is nothing to do.
+    """
+    sampling = () if batch.sampling is None else batch.sampling.rows
+    if len(sampling) == batch.num_rows:
+        return []
+    rows = np.repeat(np.arange(batch.num_rows), np.diff(batch.query_indptr))
+    silent = np.isin(rows, sampling, invert=True)
+    keys, values = cache.keys[-1], cache.values[-1]
+    slots = torch.from_numpy(batch.slot_mappings[0][silent]).to(keys.device)
+    finite = torch.isfinite(keys[slots]).all(dim=-1) & torch.isfinite(values[slots]).all(dim=-1)
+    return np.unique(rows[silent][~finite.cpu().numpy()]).tolist()  # type: ignore[no-any-return]

@@ -145,6 +145,50 @@ def test_run_row_with_nan_logits_fails_alone(folder: Path) -> None:
     assert not result.logprobs
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_run_row_without_sampling_whose_kv_is_not_finite_fails_alone(folder: Path, value: float) -> None:
+    harness = Harness(folder, 8)
+    poison = 2
+    with torch.inference_mode():
+        harness.runner._model.get_input_embeddings().weight[poison] = value
+    decoding, chunk, bad = prompt_of(10, 1), prompt_of(12, 2), prompt_of(20, 3)
+    bad[7] = poison
+    tables = [harness.take(12), harness.take(14), harness.take(20)]
+    harness.step([Row(decoding, 0, tables[0])])
+    rows = [Row(bad, 0, tables[2], params=None), Row([5], 10, tables[0]), Row(chunk, 0, tables[1], params=None)]
+    result = harness.runner.run(build_step(rows, 8), harness.cache)
+    assert [(f.row, f.reason) for f in result.failures] == [(0, "NON_FINITE_KV")]
+    assert result.sampled_token_ids.tolist() == reference_tokens(folder, [*decoding, 5], 1)
+    assert harness.step([Row([6], 12, tables[1])]) == reference_tokens(folder, [*chunk, 6], 1)
+
+
+@pytest.mark.parametrize("projection", ["k_proj", "v_proj"])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_run_kv_that_is_not_finite_in_one_layer_fails_the_row(folder: Path, layer: int, projection: str) -> None:
+    harness = Harness(folder, 8)
+    attention = harness.runner._model.model.layers[layer].self_attn
+
+    def poison_a_token(_module: torch.nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+        output[0, 17, 3] = float("nan")  # of the second row, neither its first nor its last
+        return output
+
+    hook = getattr(attention, projection).register_forward_hook(poison_a_token)
+    tables = [harness.take(12), harness.take(12)]
+    rows = [Row(prompt_of(12, seed), 0, table, params=None) for seed, table in enumerate(tables)]
+    result = harness.runner.run(build_step(rows, 8), harness.cache)
+    hook.remove()
+    assert [(f.row, f.reason) for f in result.failures] == [(1, "NON_FINITE_KV")]
+
+
+def test_run_chunk_behind_a_bad_context_fails(folder: Path) -> None:
+    harness = Harness(folder, 8)
+    prompt, table = prompt_of(30, 1), harness.take(30)
+    harness.step([Row(prompt[:16], 0, table, params=None)])
+    harness.cache.layers[0][1, table[0], 3] = float("inf")
+    result = harness.runner.run(build_step([Row(prompt[16:24], 16, table, params=None)], 8), harness.cache)
+    assert [(f.row, f.reason) for f in result.failures] == [(0, "NON_FINITE_KV")]
+
+
 def test_run_logprobs_equal_log_softmax_of_the_full_model(folder: Path) -> None:
     harness = Harness(folder, 16)
     prompt = prompt_of(30, 4)

@@ -780,7 +780,9 @@ class RowError(google.protobuf.message.Message):
     row: builtins.int
     """row is the row's index."""
     reason: builtins.str
-    """reason is UPPER_SNAKE_CASE, such as "NON_FINITE_LOGITS" or "FED_BY_FAILED_ROW"."""
+    """reason is UPPER_SNAKE_CASE: "NON_FINITE_LOGITS" of a row that samples, "NON_FINITE_KV" of one that does not (what it wrote must
+    not be a hit either), "FED_BY_FAILED_ROW", or a backend's own.
+    """
     message: builtins.str
     """message says what happened."""
     def __init__(
