@@ -239,18 +239,18 @@ def _new_epoch(old: int) -> int:
 
 def _settle(step: ParsedStep, result: StepResult, fed_by_failed: list[int]) -> StepOutcome:
     """Merge the backend's failed rows with those that were fed nothing."""
-    failures = {failure.row: failure for failure in result.failures}
-    computed_upto = step.seq_lens
     sampled = result.sampled_token_ids
-    if failures or fed_by_failed:
-        computed_upto = computed_upto.copy()
-        for row in fed_by_failed:
-            message = "the row of the step before that this row's last token comes from has failed"
-            failures[row] = RowFailure(row, "FED_BY_FAILED_ROW", message)
-            computed_upto[row] = step.seq_lens[row] - 1
-        for failure in result.failures:
-            # What such a row has written is not trusted: none of its tokens counts as computed.
-            computed_upto[failure.row] = step.positions[step.query_indptr[failure.row]]
-        if step.sampling is not None:
-            sampled = np.where(np.isin(step.sampling.rows, list(failures)), np.int32(-1), sampled)
+    if not result.failures and not fed_by_failed:
+        return StepOutcome(sampled, step.seq_lens, result, [])
+    failures = {failure.row: failure for failure in result.failures}
+    computed_upto = step.seq_lens.copy()
+    for row in fed_by_failed:
+        message = "the row of the step before that this row's last token comes from has failed"
+        failures[row] = RowFailure(row, "FED_BY_FAILED_ROW", message)
+        computed_upto[row] = step.seq_lens[row] - 1
+    for failure in result.failures:
+        # What such a row has written is not trusted: none of its tokens counts as computed.
+        computed_upto[failure.row] = step.positions[step.query_indptr[failure.row]]
+    if step.sampling is not None:
+        sampled = np.where(np.isin(step.sampling.rows, list(failures)), np.int32(-1), sampled)
     return StepOutcome(sampled, computed_upto, result, sorted(failures.values(), key=lambda failure: failure.row))

@@ -1,6 +1,6 @@
 """From a step's outcome to its `ExecuteResponse`.
 
-Station: called by `step_runner` in the compute thread, so that the event loop only has to send bytes.
+Station: called by `step_runner` on the event loop, so that the compute thread is at the next step meanwhile.
 """
 
 from __future__ import annotations

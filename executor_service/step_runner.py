@@ -8,8 +8,9 @@ Life of a step:
        read, and gRPC's flow control holds the sender back) and checks its arrays, while the step before computes.
     2. It lies in the compute thread's queue.
     3. The compute thread takes it up: dropped if its stream was closed or taken over, then epoch, order and feeds are
-       checked, then it runs, and its response is built.
-    4. One wake-up hands the response to the event loop, which sends it; the place is free again.
+       checked, then it runs.
+    4. One wake-up hands the outcome to the event loop, and the compute thread is at the next step at once: between two
+       steps it does only what the second one needs. The loop builds the response and sends it; the place is free again.
 
 Invariants:
     A step runs only if every step before it on its stream has succeeded. No step of a stream runs once a later stream's
@@ -40,7 +41,7 @@ from executor_service.errors import (
     as_executor_error,
 )
 from executor_service.input_batch import ParsedStep, parse_step
-from executor_service.kv_session import KvSession
+from executor_service.kv_session import KvSession, StepOutcome
 from executor_service.step_response import build_response
 
 __all__ = ["MAX_QUEUED_STEPS", "StepRunner", "StepStream"]
@@ -61,6 +62,34 @@ class _QueuedStep:
     read_ns: int
 
 
+@dataclass(frozen=True)
+class _FinishedStep:
+    """A step that ran, before its response is built.
+
+    Units:
+        compute_us, queue_us: microseconds.
+    """
+
+    step_id: int
+    kv_epoch: int
+    outcome: StepOutcome
+    compute_us: int
+    queue_us: int
+
+    def response(self) -> pb.ExecuteResponse:
+        """Pack the outcome for the wire.
+
+        Raises:
+            ExecutorError: the backend's result does not fit the step, so that nothing can be said of it.
+        """
+        try:
+            return build_response(
+                self.step_id, self.kv_epoch, self.outcome, compute_us=self.compute_us, queue_us=self.queue_us
+            )
+        except Exception as error:
+            raise _of_step(self.step_id, error) from error
+
+
 class StepStream:
     """One `Execute` call.
 
@@ -74,13 +103,13 @@ class StepStream:
     def __init__(self, submit: Callable[[StepStream, pb.ExecuteRequest | None], None]) -> None:
         self._submit = submit
         self._places = asyncio.Semaphore(MAX_QUEUED_STEPS)
-        self._outbox: asyncio.Queue[pb.ExecuteResponse | ExecutorError | None] = asyncio.Queue()
+        self._outbox: asyncio.Queue[_FinishedStep | ExecutorError | None] = asyncio.Queue()
         self.closed = False
         self.last_step_id = 0
         self.last_sampled = _NO_TOKENS
 
-    def deliver(self, outcome: pb.ExecuteResponse | ExecutorError | None) -> None:
-        """Hand over a response, the error that ends the stream, or None for its good end. Event loop only."""
+    def deliver(self, outcome: _FinishedStep | ExecutorError | None) -> None:
+        """Hand over a step that ran, the error that ends the stream, or None for its good end. Event loop only."""
         self._outbox.put_nowait(outcome)
 
     async def pump(
@@ -96,7 +125,7 @@ class StepStream:
             while (outcome := await self._outbox.get()) is not None:
                 if isinstance(outcome, ExecutorError):
                     raise outcome
-                await write(outcome)
+                await write(outcome.response())
                 self._places.release()
         finally:
             # Whatever ended the stream, the client's cancellation too: what is queued must not run.
@@ -180,18 +209,15 @@ class StepRunner:
         """Run a step in the compute thread, unless its stream is over."""
         if stream.closed or stream is not self._current:
             return
-        outcome: pb.ExecuteResponse | ExecutorError
+        outcome: _FinishedStep | ExecutorError
         try:
             outcome = self._run(stream, step)
         except Exception as error:  # noqa: BLE001 - ends the stream with a status
             stream.closed = True
-            outcome = as_executor_error(error)
-            outcome.metadata["step_id"] = str(step.request.step_id)
-            if isinstance(outcome, InternalError):
-                _log.error("step_failed", step_id=step.request.step_id, reason=outcome.reason, error=str(outcome))
+            outcome = _of_step(step.request.step_id, error)
         self._thread.post(stream.deliver, outcome)
 
-    def _run(self, stream: StepStream, step: _QueuedStep) -> pb.ExecuteResponse:
+    def _run(self, stream: StepStream, step: _QueuedStep) -> _FinishedStep:
         taken_ns = time.perf_counter_ns()
         request = step.request
         limits = self._session.require_cache(request.kv_epoch).limits
@@ -202,13 +228,22 @@ class StepRunner:
         _check_feeds(stream, request, parsed)
         outcome = self._session.run(request.step_id, parsed, stream.last_sampled)
         stream.last_step_id, stream.last_sampled = request.step_id, outcome.sampled_token_ids
-        return build_response(
+        return _FinishedStep(
             request.step_id,
             limits.kv_epoch,
             outcome,
             compute_us=(time.perf_counter_ns() - taken_ns) // 1000,
             queue_us=(taken_ns - step.read_ns) // 1000,
         )
+
+
+def _of_step(step_id: int, error: Exception) -> ExecutorError:
+    """Make any error one that names the step."""
+    named = as_executor_error(error)
+    named.metadata["step_id"] = str(step_id)
+    if isinstance(named, InternalError):
+        _log.error("step_failed", step_id=step_id, reason=named.reason, error=str(named))
+    return named
 
 
 def _check_order(stream: StepStream, request: pb.ExecuteRequest) -> None:

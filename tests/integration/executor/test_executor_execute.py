@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import threading
 from contextlib import asynccontextmanager
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
-from executor_service.backends.base import BackendError
+from executor_service.backends.base import BackendError, RowLogprobs, StepBatch, StepResult
 from executor_service.backends.sim_digest import expected_tokens
 from executor_service.server import ExecutorServer, running_executor
 from executor_service.step_runner import MAX_QUEUED_STEPS
@@ -267,6 +268,29 @@ async def test_execute_failed_step_keeps_queued_steps_from_running(raised, reaso
         assert error_info(error).metadata["step_id"] == "2"
         assert (await client.execute().step(decode(7, epoch, 0))).step_id == 7
         assert backend.executed == [1, 7]
+
+
+class LogprobsOfNoSampleBackend(HeldBackend):
+    """Its second step's result names a sample that the step does not have."""
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        result = super().execute(batch)
+        if batch.step_id != 2:
+            return result
+        nobody = RowLogprobs(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32))
+        return dataclasses.replace(result, logprobs={5: nobody})
+
+
+async def test_execute_result_that_fits_no_response_ends_the_stream_and_names_the_step():
+    async with executing(LogprobsOfNoSampleBackend().open()) as (_, client, epoch):
+        stream = client.execute()
+        for step in (1, 2):
+            await stream.send(decode(step, epoch, step - 1))
+        assert (await stream.receive()).step_id == 1
+        error = await stream.error()
+        assert (error.code(), error_info(error).reason) == (grpc.StatusCode.INTERNAL, "INTERNAL_ERROR")
+        assert error_info(error).metadata["step_id"] == "2"
+        assert (await client.execute().step(decode(3, epoch, 0))).step_id == 3
 
 
 async def test_execute_new_stream_supersedes_the_old():
