@@ -10,13 +10,13 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Coroutine
 
 import structlog
 
 from kvmanager_service.config import ConfigError, ManagerConfig, load_config
 from kvmanager_service.engine_loop import EngineLoop
 from kvmanager_service.logging import configure_logging
+from kvmanager_service.racing import first_of
 from kvmanager_service.registry import ExecutorRegistry
 from kvmanager_service.server import Health, ManagerServer
 
@@ -44,10 +44,10 @@ async def serve(config: ManagerConfig) -> None:
     _log.info("manager_started", host=config.host, port=server.port, manager_id=server.manager_id)
     await drain.wait()
     registry.drain()
-    await _first(engine.drain(config.drain_timeout_s), stop_now.wait())
+    await first_of(engine.drain(config.drain_timeout_s), stop_now.wait())
     await engine.stop()
     leases.cancel()
-    await _first(server.stop(LAST_MESSAGES_S), stop_now.wait())
+    await first_of(server.stop(LAST_MESSAGES_S), stop_now.wait())
     await server.stop(0)
     _log.info("manager_stopped", manager_id=server.manager_id, forced=stop_now.is_set())
 
@@ -60,17 +60,6 @@ def _watch_signals(drain: asyncio.Event, stop_now: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number.name)
-
-
-async def _first(*awaitables: Coroutine[object, object, object]) -> None:
-    """Wait until the first is done, and cancel the others; raise what the first raised."""
-    tasks = [asyncio.create_task(awaitable) for awaitable in awaitables]
-    done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-    for task in done:
-        task.result()
 
 
 def main(arguments: list[str]) -> int:

@@ -76,6 +76,13 @@ class ManagerConfig(BaseSettings):
         allow_inf_nan=False,
         description="How long running requests wait for a lost executor before they fail UNAVAILABLE, in seconds.",
     )
+    step_timeout_s: float = Field(
+        300.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="How long a step may take until its executor is given up for hung, in seconds. A step of"
+        " max_num_batched_tokens must fit in it with room to spare; 0 means no limit.",
+    )
     drain_timeout_s: float = Field(
         30.0,
         ge=0.0,

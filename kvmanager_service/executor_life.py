@@ -24,8 +24,10 @@ from kvmanager_service.executor_checks import (
     require_model,
 )
 from kvmanager_service.executor_client import ExecutorConnection, ExecutorLostError, ReadyExecutor
+from kvmanager_service.racing import first_of
 from kvmanager_service.registry import ExecutorRegistry, ExecutorState, RegisteredExecutor
 from kvmanager_service.step_loop import StepLoop
+from kvmanager_service.step_watchdog import StepOverdueError, watch_steps
 
 _log = structlog.get_logger(__name__)
 
@@ -64,57 +66,61 @@ class ExecutorLife:
             try:
                 await self._use(executor)
             except ExecutorLostError as lost:
-                self._lose(executor, str(lost))
+                self._lose(executor, lost)
                 await asyncio.sleep(BACKOFF_S[min(self._failures, len(BACKOFF_S)) - 1])
 
     async def _choose(self) -> RegisteredExecutor:
-        """Wait for an executor; the one that was lost last comes last."""
+        """Wait for an executor; take the best there is."""
         while not (candidates := self._registry.candidates()):
             await self._registry.wait_changed()
-        others = [executor for executor in candidates if executor.executor_id != self._last_lost]
-        return (others or candidates)[0]
+        return candidates[0]
 
     async def _use(self, executor: RegisteredExecutor) -> None:
         """Run steps on one executor until it is lost. Raises ExecutorLostError then."""
         connection = ExecutorConnection(executor.address)
-        work = asyncio.create_task(self._work(executor, connection), name="executor-work")
-        lease = asyncio.create_task(self._wait_lease_over(executor), name="executor-lease")
+        # Whatever the work waits for, be it a write to an executor that reads no more, these end it.
+        guards = [self._end_of_lease(executor)]
+        if self._config.step_timeout_s:
+            guards.append(watch_steps(lambda: self._steps.oldest_step, self._config.step_timeout_s))
         try:
-            # Whatever the work waits for, be it a write to an executor that reads no more, it ends with the lease.
-            await asyncio.wait((work, lease), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise ExecutorLostError("its lease ran out: it did not register again in time")
-            work.result()
+            await first_of(self._work(executor, connection), *guards)
         finally:
-            for task in (work, lease):
-                task.cancel()
-            await asyncio.gather(work, lease, return_exceptions=True)
             await connection.close()
 
-    async def _wait_lease_over(self, executor: RegisteredExecutor) -> None:
+    async def _end_of_lease(self, executor: RegisteredExecutor) -> NoReturn:
         while any(candidate is executor for candidate in self._registry.candidates()):
             await self._registry.wait_changed()
+        raise ExecutorLostError("its lease ran out: it did not register again in time")
 
-    async def _work(self, executor: RegisteredExecutor, connection: ExecutorConnection) -> None:
+    async def _work(self, executor: RegisteredExecutor, connection: ExecutorConnection) -> NoReturn:
         self._registry.set_state(executor.executor_id, ExecutorState.CONNECTING)
-        ready = await connection.prepare(
+        prepare = connection.prepare(
             self._config.max_num_batched_tokens,
             self._config.max_num_seqs,
             self._steps.kv_epoch,
             with_tokenizer=self.model is None,
         )
+        ready = await first_of(prepare, self._better_one(executor))
         await self._check(executor, ready)
         self._steps.fit(ready)
         stream = connection.open_stream(self._steps.wake)
-        others = asyncio.create_task(self._check_others(executor), name="executor-check")
         try:
             self._registry.set_state(executor.executor_id, ExecutorState.ACTIVE)
             self._on_active(True)
             _log.info("executor_active", executor_id=executor.executor_id, address=executor.address)
-            await self._steps.run(stream)
+            await first_of(self._steps.run(stream), self._check_others(executor))
         finally:
-            others.cancel()
             await stream.close()
+
+    async def _better_one(self, executor: RegisteredExecutor) -> NoReturn:
+        """Raise ExecutorLostError when a better executor comes while one that was lost is brought up once more.
+
+        A profile run is given a quarter of an hour, and one that was lost may have gone for good. Why it was lost is
+        still all that there is to say of it.
+        """
+        while await self._choose() is executor:
+            await self._registry.wait_changed()
+        raise ExecutorLostError(executor.last_error)
 
     async def _check(self, executor: RegisteredExecutor, ready: ReadyExecutor) -> None:
         """Reject an executor that cannot be used; the model of the first that can is the one that is served."""
@@ -128,7 +134,7 @@ class ExecutorLife:
             self._reject(executor, unfit)
             raise ExecutorLostError(str(unfit)) from unfit
 
-    async def _check_others(self, active: RegisteredExecutor) -> None:
+    async def _check_others(self, active: RegisteredExecutor) -> NoReturn:
         """Reject standby executors of another model as they come, not only when they are needed."""
         checked: list[RegisteredExecutor] = [active]
         while True:
@@ -157,10 +163,10 @@ class ExecutorLife:
         self._registry.reject(executor.executor_id, str(unfit))
         _log.warning("executor_rejected", executor_id=executor.executor_id, address=executor.address, reason=str(unfit))
 
-    def _lose(self, executor: RegisteredExecutor, reason: str) -> None:
+    def _lose(self, executor: RegisteredExecutor, lost: ExecutorLostError) -> None:
         """An executor can not be used: schedule everything anew."""
-        _log.warning("executor_lost", executor_id=executor.executor_id, address=executor.address, reason=reason)
-        self._registry.set_state(executor.executor_id, ExecutorState.STANDBY, error=reason)
+        _log.warning("executor_lost", executor_id=executor.executor_id, address=executor.address, reason=str(lost))
+        self._registry.lose(executor.executor_id, str(lost), hangs=isinstance(lost, StepOverdueError))
         is_again = executor.executor_id == self._last_lost
         self._last_lost = executor.executor_id
         self._on_active(False)

@@ -46,6 +46,8 @@ class RegisteredExecutor:
         expires_at: when its lease ends, in seconds on the registry's clock.
         state: what the manager does with it.
         last_error: why the last attempt to use it failed; empty when it did not.
+        loss: its last loss, counted over all executors; 0 when it was never lost.
+        hangs: it was lost because a step had no result, and has not been active since.
         rejected: it serves another model, or one the manager cannot use: never a candidate, and told so when it renews.
     """
 
@@ -54,6 +56,8 @@ class RegisteredExecutor:
     expires_at: float
     state: ExecutorState = ExecutorState.STANDBY
     last_error: str = ""
+    loss: int = 0
+    hangs: bool = False
     rejected: bool = False
 
 
@@ -71,6 +75,7 @@ class ExecutorRegistry:
         self._clock = clock
         self._records: dict[str, RegisteredExecutor] = {}
         self._draining = False
+        self._losses = 0
 
     def register(self, executor_id: str, address: str) -> None:
         """Announce an executor or renew its lease.
@@ -107,8 +112,12 @@ class ExecutorRegistry:
         return list(self._records.values())
 
     def candidates(self) -> list[RegisteredExecutor]:
-        """Return those that may be used, in order of registration."""
-        return [record for record in self.records() if not record.rejected]
+        """Return those that may be used, the best first.
+
+        Those that hang come last, before them those that were lost, the last at the end; else as they registered.
+        """
+        usable = [record for record in self.records() if not record.rejected]
+        return sorted(usable, key=lambda record: (record.hangs, record.loss))
 
     def remaining_ms(self, record: RegisteredExecutor) -> int:
         """Return how long a lease still lasts, in milliseconds."""
@@ -128,6 +137,17 @@ class ExecutorRegistry:
         record.state = state
         if error or state is ExecutorState.ACTIVE:
             record.last_error = error
+        if state is ExecutorState.ACTIVE:
+            record.hangs = False
+
+    def lose(self, executor_id: str, error: str, *, hangs: bool) -> None:
+        """Note that an executor could not be used, or not any more, and whether because a step had no result."""
+        self.set_state(executor_id, ExecutorState.STANDBY, error)
+        record = self._records.get(executor_id)
+        if record is not None:
+            self._losses += 1
+            record.loss = self._losses
+            record.hangs |= hangs
 
     def reject(self, executor_id: str, error: str) -> None:
         """Note that an executor cannot be used; it is told `error` when it renews."""

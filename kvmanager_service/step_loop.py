@@ -23,7 +23,7 @@ from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import FinishReason, NewRequest, RequestOutput
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
-from kvmanager_service.core.step import BadResultError
+from kvmanager_service.core.step import BadResultError, Step
 from kvmanager_service.engine_api import OutputSink
 from kvmanager_service.executor_client import ExecutorLostError, ReadyExecutor, StepStream
 from kvmanager_service.step_message import build_execute_request, read_execute_response
@@ -54,6 +54,11 @@ class StepLoop:
     def num_open(self) -> int:
         """How many clients still wait for the end of their request."""
         return len(self._sinks)
+
+    @property
+    def oldest_step(self) -> Step | None:
+        """The step whose result comes next, or None when none is out."""
+        return self.scheduler.outstanding[0] if self.scheduler is not None and self.scheduler.outstanding else None
 
     def wake(self) -> None:
         """Look for work: a result has come, or a request."""

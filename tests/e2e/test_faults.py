@@ -209,6 +209,57 @@ async def test_executor_frozen_until_its_lease_is_over_standby_takes_over_and_th
         await settled(client)
 
 
+HUNG_STEP_MS = 60_000
+"""The longest step there is: to a manager that waits for a second or two it does not end."""
+
+
+async def test_executor_whose_compute_hangs_standby_takes_over_and_stays(cluster: Cluster) -> None:
+    cluster.start({"step_timeout_s": 2}, sim_step_ms=HUNG_STEP_MS)
+    cluster.start_executor(sim_step_ms=5)
+    hung, healthy = cluster.executors
+    jobs = random_jobs(random.Random(21), 16, output=(60, 150))
+    async with cluster.client() as client, Running(client, jobs) as running:
+        await running.progressed(10)
+        (lost,) = cluster.manager.events("executor_lost")
+        assert "expected a result within 2 s (--step-timeout-s), got none" in lost["reason"]
+        infos = {info.address: info for info in await client.list_executors()}
+        assert infos[executor_address(hung)].state is ExecutorState.STANDBY
+        assert infos[executor_address(hung)].last_error == lost["reason"]
+
+        # Nor is the hung one used when the other has failed since, but comes back.
+        healthy.kill()
+        assert running.unfinished
+        replacement = cluster.start_executor(sim_step_ms=5)
+        await running.finished()
+        infos = {info.address: info for info in await client.list_executors()}
+        assert infos[executor_address(replacement)].state is ExecutorState.ACTIVE
+        assert infos[executor_address(hung)].state is ExecutorState.STANDBY
+        await settled(client)
+
+
+async def test_executor_whose_compute_hangs_alone_requests_end_unavailable_and_the_next_one_serves(
+    cluster: Cluster,
+) -> None:
+    cluster.start({"step_timeout_s": 1, "executor_timeout_s": 0.5}, sim_step_ms=HUNG_STEP_MS)
+    jobs = [Job([index, 1], 50) for index in range(8)]
+    async with cluster.client(retry=NO_RETRY) as client:
+        async with Running(client, jobs) as running:
+            outcomes = await running.outcomes()
+        for outcome in outcomes:
+            assert isinstance(outcome, UnavailableError)
+            assert outcome.reason == "NO_EXECUTOR"
+        assert (await settled(client)).requests_finished == {"error": len(jobs)}
+        (info,) = await client.list_executors()
+        assert "expected a result" in (info.last_error or "")
+
+        # Its compute still hangs, so it is still being brought up: nobody need wait for that.
+        following = cluster.start_executor()
+        await serving(client)
+        assert cluster.manager.events("executor_active")[-1]["address"] == executor_address(following)
+        async with Running(client, random_jobs(random.Random(22), 8)) as running:
+            await running.finished()
+
+
 async def test_executor_terminated_ends_in_order_and_streams_go_on_with_the_next(cluster: Cluster) -> None:
     cluster.start()
     jobs = random_jobs(random.Random(9), 16, output=(60, 200))

@@ -9,6 +9,7 @@ import pytest
 from kvplane.common.v1.common_pb2 import Int32Array
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
+from kvmanager_service import executor_life
 from kvmanager_service.core.errors import PoolExhaustedError
 from kvmanager_service.core.request import FinishReason
 from kvmanager_service.engine_api import ManagerState, StopMatch
@@ -116,6 +117,30 @@ async def test_engine_malformed_tags_are_an_error_of_that_executor(block_ids: by
         assert split.record.last_error.startswith("block_tags: expected int32")
         executor.tags.Clear()
         await serving(split)
+
+
+async def test_engine_step_without_a_result_for_too_long_executor_is_lost_and_the_step_runs_anew() -> None:
+    async with running_split(ScriptedExecutor(), step_timeout_s=0.1) as split:
+        await serving(split)
+        split.executor.compute.clear()
+        sink = Sink()
+        split.engine.submit(make_new("a", 6, max_tokens=2), sink)
+        await until(lambda: split.record.hangs)
+        assert "expected a result within 0.1 s" in split.record.last_error
+        split.executor.compute.set()
+        await until(lambda: sink.last is not None)
+        assert sink.token_ids == [7, 7]
+        assert not split.record.hangs
+
+
+async def test_engine_step_timeout_of_0_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(executor_life, "watch_steps")
+    async with running_split(ScriptedExecutor(), step_timeout_s=0) as split:
+        await serving(split)
+        sink = Sink()
+        split.engine.submit(make_new("a", 6, max_tokens=2), sink)
+        await until(lambda: sink.last is not None)
+    assert sink.token_ids == [7, 7]
 
 
 async def test_engine_stop_string_in_the_last_output_is_what_is_shown() -> None:

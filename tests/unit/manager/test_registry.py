@@ -160,3 +160,26 @@ async def test_registry_watch_forgets_without_being_asked(clock: Clock) -> None:
     await changed
     watch.cancel()
     assert registry.records() == []
+
+
+def test_registry_candidates_lost_come_after_others_and_the_last_lost_last(registry: ExecutorRegistry) -> None:
+    for name in "abcd":
+        registry.register(name, f"host-{name}:1")
+    registry.lose("c", "its step failed", hangs=False)
+    registry.lose("a", "its step failed", hangs=False)
+    assert ids(registry) == ["b", "d", "c", "a"]
+    registry.lose("c", "its step failed again", hangs=False)
+    assert ids(registry) == ["b", "d", "a", "c"]
+
+
+def test_registry_candidates_that_hang_come_last_until_they_are_active_again(registry: ExecutorRegistry) -> None:
+    for name in "abc":
+        registry.register(name, f"host-{name}:1")
+    registry.lose("a", "no result", hangs=True)
+    registry.lose("b", "its step failed", hangs=False)
+    assert ids(registry) == ["c", "b", "a"]
+    registry.lose("a", "still none", hangs=False)
+    registry.lose("b", "its step failed", hangs=False)
+    assert ids(registry) == ["c", "b", "a"]
+    registry.set_state("a", ExecutorState.ACTIVE)
+    assert ids(registry) == ["c", "a", "b"]
