@@ -75,8 +75,8 @@ def _bias(logits: torch.Tensor, params: Sequence[TokenSampling]) -> None:
     places, amounts = _Places(logits), []
     for row, own in enumerate(params):
         if own.logit_bias:
-            places.add(row, np.fromiter(own.logit_bias.keys(), dtype=np.int64))
-            amounts.append(np.fromiter(own.logit_bias.values(), dtype=np.float32))
+            places.add(row, own.logit_bias.token_ids)
+            amounts.append(own.logit_bias.values)
     if amounts:
         places.write(places.read() + torch.from_numpy(np.concatenate(amounts)).to(logits.device))
 
@@ -105,7 +105,7 @@ class _Places:
 
     def add(self, row: int, token_ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> None:
         """Name tokens of one row."""
-        self._parts.append(token_ids.astype(np.int64) + row * self._vocab_size)
+        self._parts.append(token_ids + np.int64(row * self._vocab_size))
 
     def read(self) -> torch.Tensor:
         """The logits at the places."""

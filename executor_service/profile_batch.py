@@ -10,6 +10,7 @@ import numpy as np
 
 from executor_service.backends.base import (
     GroupTables,
+    LogitBias,
     PenaltyHistory,
     SamplingBatch,
     StepBatch,
@@ -104,7 +105,7 @@ def _worst_sampling(
         repetition_penalty=1.1,
         presence_penalty=0.1,
         frequency_penalty=0.1,
-        logit_bias={0: 1.0},
+        logit_bias=LogitBias.of({0: 1.0}),
         suppressed_token_ids=(min(1, vocab_size - 1),) if vocab_size > 1 else (),
         num_logprobs=min(max_logprobs, vocab_size),
     )

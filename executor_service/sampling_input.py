@@ -6,6 +6,7 @@ Station: called by `input_batch`. Knows no row's tokens but those in penalty his
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 from kvplane.executor.v1 import executor_service_pb2 as pb
@@ -18,20 +19,21 @@ from executor_service.array_checks import (
     require_length,
     require_range,
 )
-from executor_service.backends.base import Int32, PenaltyHistory, SamplingBatch, TokenSampling
+from executor_service.backends.base import Int32, LogitBias, PenaltyHistory, SamplingBatch, TokenSampling
 from executor_service.errors import InvalidFieldError
 
 __all__ = ["SamplingParser"]
 
-_MAX_CACHED = 4096
-_MAX_CACHED_BYTES = 1024
+# Parameter sets that are kept, and the bytes of their messages together: room for the largest of 256 requests.
+_MAX_KNOWN = 4096
+_MAX_KNOWN_BYTES = 4 * 1024 * 1024
 
 
 class SamplingParser:
     """Parses the sampling part of steps.
 
-    A manager sends the same few parameter sets every step; they are looked up by their bytes, since checking eleven
-    fields costs ten times as much.
+    A manager sends the same parameter sets every step; they are looked up by their bytes, since checking eleven fields,
+    and each entry of a logit_bias, costs ten times as much.
 
     Args:
         vocab_size: number of token ids.
@@ -42,6 +44,7 @@ class SamplingParser:
         self._vocab_size = vocab_size
         self._max_logprobs = max_logprobs
         self._known: dict[bytes, TokenSampling] = {}
+        self._known_bytes = 0
 
     def parse(self, message: pb.SamplingBatch, seq_lens: Int32) -> SamplingBatch | None:
         """Check the message and turn it into arrays.
@@ -83,11 +86,18 @@ class SamplingParser:
         known = self._known.get(key)
         if known is None:
             known = self._check_params(message, f"sampling.params[{index}]")
-            if len(key) <= _MAX_CACHED_BYTES:
-                if len(self._known) >= _MAX_CACHED:
-                    self._known.clear()
-                self._known[key] = known
+            self._keep(key, known)
         return known
+
+    def _keep(self, key: bytes, params: TokenSampling) -> None:
+        """Remember a checked parameter set; when there are too many, begin anew."""
+        if len(key) > _MAX_KNOWN_BYTES:
+            return
+        if len(self._known) >= _MAX_KNOWN or self._known_bytes + len(key) > _MAX_KNOWN_BYTES:
+            self._known.clear()
+            self._known_bytes = 0
+        self._known[key] = params
+        self._known_bytes += len(key)
 
     def _check_params(self, message: pb.TokenSampling, field: str) -> TokenSampling:
         """Check the ranges that the proto states. Comparisons are written so that NaN fails them."""
@@ -103,13 +113,15 @@ class SamplingParser:
         ):
             if not good:
                 raise InvalidFieldError(f"{field}.{name}", expected, getattr(message, name))
-        bias = dict(message.logit_bias)
+        bias = LogitBias.of(message.logit_bias)
         suppressed = tuple(message.suppressed_token_ids)
-        self._check_ids(bias, f"{field}.logit_bias")
+        self._check_ids(bias.token_ids, f"{field}.logit_bias")
         self._check_ids(suppressed, f"{field}.suppressed_token_ids")
-        for token_id, value in bias.items():
-            if not math.isfinite(value):
-                raise InvalidFieldError(f"{field}.logit_bias[{token_id}]", "a finite number", value)
+        finite = np.isfinite(bias.values)
+        if not finite.all():
+            place = int(np.argmin(finite))
+            name = f"{field}.logit_bias[{bias.token_ids[place]}]"
+            raise InvalidFieldError(name, "a finite number", bias.values[place])
         return TokenSampling(
             temperature=message.temperature,
             top_k=message.top_k,
@@ -123,7 +135,7 @@ class SamplingParser:
             num_logprobs=message.num_logprobs,
         )
 
-    def _check_ids(self, token_ids: dict[int, float] | tuple[int, ...], field: str) -> None:
+    def _check_ids(self, token_ids: Iterable[int], field: str) -> None:
         """Check that ids are in the vocabulary."""
         for token_id in token_ids:
             if not 0 <= token_id < self._vocab_size:

@@ -82,6 +82,25 @@ class MemoryProfile:
     overridden: bool
 
 
+@dataclass(frozen=True, eq=False)
+class LogitBias:
+    """What is added to the logits of some tokens, as columns. Shape: both (n,); no token twice."""
+
+    token_ids: npt.NDArray[np.int64]
+    values: Float32
+
+    @classmethod
+    def of(cls, biases: Mapping[int, float]) -> LogitBias:
+        """The columns of a mapping, read-only."""
+        token_ids = np.fromiter(biases.keys(), dtype=np.int64, count=len(biases))
+        values = np.fromiter(biases.values(), dtype=np.float32, count=len(biases))
+        token_ids.flags.writeable = values.flags.writeable = False
+        return cls(token_ids, values)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
 @dataclass(frozen=True)
 class TokenSampling:
     """How a token is chosen; see `TokenSampling` in the executor's proto for ranges and order."""
@@ -93,7 +112,7 @@ class TokenSampling:
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
-    logit_bias: Mapping[int, float]
+    logit_bias: LogitBias
     suppressed_token_ids: tuple[int, ...]
     num_logprobs: int
 

@@ -18,6 +18,7 @@ from transformers import (
 
 from executor_service.backends.base import (
     GroupTables,
+    LogitBias,
     PenaltyHistory,
     SamplingBatch,
     StepBatch,
@@ -32,7 +33,7 @@ GREEDY = TokenSampling(
     repetition_penalty=1.0,
     presence_penalty=0.0,
     frequency_penalty=0.0,
-    logit_bias={},
+    logit_bias=LogitBias.of({}),
     suppressed_token_ids=(),
     num_logprobs=-1,
 )
@@ -40,7 +41,9 @@ VOCAB_SIZE = 199
 
 
 def sampling(**changes: object) -> TokenSampling:
-    """Greedy parameters with changes."""
+    """Greedy parameters with changes; a logit_bias may be a mapping."""
+    if isinstance(changes.get("logit_bias"), Mapping):
+        changes["logit_bias"] = LogitBias.of(changes["logit_bias"])  # type: ignore[arg-type]
     return replace(GREEDY, **changes)  # type: ignore[arg-type]
 
 

@@ -48,7 +48,7 @@ def oracle_logits(
         out[token] = out[token] / factor if out[token] > 0 else out[token] * factor
     for token in set(output):
         out[token] -= np.float32(p.presence_penalty + p.frequency_penalty * output.count(token))
-    for token, amount in p.logit_bias.items():
+    for token, amount in zip(p.logit_bias.token_ids, p.logit_bias.values, strict=True):
         out[token] += np.float32(amount)
     for token in p.suppressed_token_ids:
         out[token] = -np.inf

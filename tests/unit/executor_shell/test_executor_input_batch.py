@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
+from executor_service import sampling_input
 from executor_service.errors import InvalidFieldError
 from executor_service.input_batch import StepLimits, fill_batch, parse_step
 from executor_service.sampling_input import SamplingParser
@@ -223,6 +224,50 @@ def test_parse_step_same_params_twice_are_parsed_once():
     limits = make_limits()
     first, second = (parse_step(make_valid(), limits).sampling.params[1] for _ in range(2))
     assert first is second
+
+
+def make_biased(logit_bias):
+    return make_step(1, 1, [Row([7], [3], params=greedy(logit_bias=logit_bias))])
+
+
+def biases_of(parsed):
+    bias = parsed.sampling.params[0].logit_bias
+    return dict(zip(bias.token_ids.tolist(), bias.values.tolist(), strict=True))
+
+
+def test_parse_step_largest_logit_bias_is_parsed_once_and_a_change_of_one_value_takes_effect():
+    limits = make_limits(vocab_size=2_000, sampling=SamplingParser(2_000, 5))
+    biases = {token_id: token_id / 4 for token_id in range(1_024)}
+    first, second = (parse_step(make_biased(biases), limits) for _ in range(2))
+    changed = parse_step(make_biased(biases | {700: -1.0}), limits)
+    shorter = parse_step(make_biased({5: 1.25}), limits)
+    assert first.sampling.params[0] is second.sampling.params[0]
+    assert biases_of(first) == biases
+    assert biases_of(changed) == biases | {700: -1.0}
+    assert biases_of(shorter) == {5: 1.25}
+    assert not first.sampling.params[0].logit_bias.values.flags.writeable
+
+
+@pytest.mark.parametrize(("limit", "value", "kept"), [("_MAX_KNOWN", 3, 3), ("_MAX_KNOWN_BYTES", 2_000, 5)])
+def test_parse_step_remembers_a_bounded_number_of_params(monkeypatch, limit, value, kept):
+    monkeypatch.setattr(sampling_input, limit, value)
+    parser = SamplingParser(100, 5)
+    limits = make_limits(sampling=parser)
+    most = 0
+    for turn in range(20):
+        biases = {token_id: float(turn) for token_id in range(40)}
+        assert biases_of(parse_step(make_biased(biases), limits)) == biases
+        most = max(most, len(parser._known))
+        assert parser._known_bytes == sum(map(len, parser._known)) <= sampling_input._MAX_KNOWN_BYTES
+    assert most == kept
+
+
+def test_parse_step_params_larger_than_all_that_is_remembered_are_parsed_and_not_remembered(monkeypatch):
+    monkeypatch.setattr(sampling_input, "_MAX_KNOWN_BYTES", 100)
+    parser = SamplingParser(100, 5)
+    biases = dict.fromkeys(range(40), 1.0)
+    assert biases_of(parse_step(make_biased(biases), make_limits(sampling=parser))) == biases
+    assert not parser._known
 
 
 def test_parse_step_bad_params_are_never_remembered():
