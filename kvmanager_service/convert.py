@@ -6,6 +6,7 @@ what was expected, what was got and what to do.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 import sys
@@ -134,7 +135,13 @@ def to_sampling(params: pb.SamplingParams, model: ModelView) -> SamplingParams:
     _check_bias(result, model)
     if params.HasField("logprobs") and not 0 <= params.logprobs <= model.max_logprobs:
         raise _invalid("sampling.logprobs", f"0 to {model.max_logprobs}", params.logprobs, "ask for fewer")
-    return result
+    return _shared(result)
+
+
+@functools.lru_cache(maxsize=256)
+def _shared(params: SamplingParams) -> SamplingParams:
+    """Make equal parameters one object, so that a step can tell by identity that rows share them."""
+    return params
 
 
 def to_stop_rules(params: pb.StoppingParams, num_prompt_tokens: int, model: ModelView) -> StopRules:

@@ -19,6 +19,8 @@ from kvmanager_service.core.request import TOKEN_BYTES, Request, SamplingParams,
 from kvmanager_service.core.step import BadResultError, ScheduledRow, Step, StepResult
 
 _UNKNOWN_TOKEN = bytes(TOKEN_BYTES)
+_ID_BYTES = 4
+_NOTHING: frozenset[int] = frozenset()
 
 
 def build_execute_request(step: Step, kv_epoch: int, block_size: int) -> pb.ExecuteRequest:
@@ -29,29 +31,33 @@ def build_execute_request(step: Step, kv_epoch: int, block_size: int) -> pb.Exec
         kv_epoch: the content its tables speak of.
         block_size: tokens per block.
     """
-    query_indptr = array("i", (0,))
-    block_indptr = array("i", (0,))
-    positions = array("i")
-    last_block_len = array("i")
+    query_indptr = [0]
+    block_indptr = [0]
+    positions: list[int] = []
+    last_block_len: list[int] = []
     tokens: list[bytes | bytearray] = []
     tables: list[bytearray] = []
     num_tokens = num_blocks = 0
     for row in step.rows:
         request, start, stop = row.request, row.start, row.stop
         row_blocks = (stop + block_size - 1) // block_size
-        num_tokens += stop - start
+        num_tokens += row.num_tokens
         num_blocks += row_blocks
         query_indptr.append(num_tokens)
         block_indptr.append(num_blocks)
-        if stop - start == 1:
+        last_block_len.append(stop - (row_blocks - 1) * block_size)
+        table = request.block_id_bytes
+        tables.append(table if len(table) == row_blocks * _ID_BYTES else table[: row_blocks * _ID_BYTES])
+        if row.num_tokens == 1:
             positions.append(start)
         else:
-            positions.extend(range(start, stop))
-        last_block_len.append(stop - (row_blocks - 1) * block_size)
-        tokens.append(request.token_bytes[start * TOKEN_BYTES : stop * TOKEN_BYTES])
-        if row.feeds_from >= 0:
+            positions += range(start, stop)
+        if row.feeds_from < 0:
+            tokens.append(request.token_bytes[start * TOKEN_BYTES : stop * TOKEN_BYTES])
+        else:
+            if row.num_tokens > 1:
+                tokens.append(request.token_bytes[start * TOKEN_BYTES :])
             tokens.append(_UNKNOWN_TOKEN)
-        tables.append(request.block_id_bytes[: row_blocks * 4])
     message = pb.ExecuteRequest(
         step_id=step.step_id,
         kv_epoch=kv_epoch,
@@ -68,33 +74,43 @@ def build_execute_request(step: Step, kv_epoch: int, block_size: int) -> pb.Exec
     )
     if step.feeds_from_step_id:
         message.feeds_from_step_id = step.feeds_from_step_id
-        message.feeds_from.data = array("i", [row.feeds_from for row in step.rows]).tobytes()
+        message.feeds_from.CopyFrom(_int32([row.feeds_from for row in step.rows]))
     if step.num_samples:
-        message.sampling.CopyFrom(_build_sampling([row for row in step.rows if row.sample_index >= 0], step.rows))
+        message.sampling.CopyFrom(_build_sampling(step.rows))
     if step.tags:
-        message.block_tags.block_ids.data = array("i", [block_id for block_id, _ in step.tags]).tobytes()
+        message.block_tags.block_ids.CopyFrom(_int32([block_id for block_id, _ in step.tags]))
         message.block_tags.tags.extend(b"" if content is None else encode_tag(content) for _, content in step.tags)
     return message
 
 
-def _build_sampling(sampling_rows: list[ScheduledRow], rows: list[ScheduledRow]) -> pb.SamplingBatch:
-    distinct: dict[tuple[SamplingParams, frozenset[int]], int] = {}
-    params_index = array("i")
+def _build_sampling(rows: list[ScheduledRow]) -> pb.SamplingBatch:
+    """Say how the rows that sample do it; parameters that several of them share are sent once."""
+    sampling_rows: list[int] = []
+    params: list[pb.TokenSampling] = []
+    params_index: list[int] = []
     seeds: list[int] = []
     penalised: list[tuple[int, Request]] = []
-    for index, row in enumerate(sampling_rows):
+    distinct: dict[tuple[SamplingParams, frozenset[int]], int] = {}
+    seen: dict[int, int] = {}  # by identity: most rows share one object, and hashing its values for each is not free
+    for index, row in enumerate(rows):
+        if row.sample_index < 0:
+            continue
         request = row.request
-        suppressed = request.stop.stop_token_ids if row.suppress_stop else frozenset()
-        params_index.append(distinct.setdefault((request.sampling, suppressed), len(distinct)))
+        sampling = request.sampling
+        place = None if row.suppress_stop else seen.get(id(sampling))
+        if place is None:
+            suppressed = request.stop.stop_token_ids if row.suppress_stop else _NOTHING
+            place = distinct.setdefault((sampling, suppressed), len(params))
+            if place == len(params):
+                params.append(_token_sampling(sampling, suppressed))
+            if not row.suppress_stop:
+                seen[id(sampling)] = place
+        if sampling.has_penalty:
+            penalised.append((len(sampling_rows), request))
+        sampling_rows.append(index)
+        params_index.append(place)
         seeds.append(request.seed)
-        if request.sampling.has_penalty:
-            penalised.append((index, request))
-    batch = pb.SamplingBatch(
-        rows=_int32(array("i", [index for index, row in enumerate(rows) if row.sample_index >= 0])),
-        params=[_token_sampling(params, suppressed) for params, suppressed in distinct],
-        params_index=_int32(params_index),
-        seeds=seeds,
-    )
+    batch = pb.SamplingBatch(rows=_int32(sampling_rows), params=params, params_index=_int32(params_index), seeds=seeds)
     if penalised:
         batch.penalties.CopyFrom(_build_penalties(penalised))
     return batch
@@ -116,14 +132,14 @@ def _token_sampling(params: SamplingParams, suppressed: Iterable[int]) -> pb.Tok
 
 
 def _build_penalties(penalised: list[tuple[int, Request]]) -> pb.PenaltyHistories:
-    indptr = array("i", (0,))
+    indptr = [0]
     for _, request in penalised:
         indptr.append(indptr[-1] + request.num_tokens)
     return pb.PenaltyHistories(
-        sample_index=_int32(array("i", [index for index, _ in penalised])),
+        sample_index=_int32([index for index, _ in penalised]),
         indptr=_int32(indptr),
         token_ids=Int32Array(data=b"".join(request.token_bytes for _, request in penalised)),
-        prompt_lens=_int32(array("i", [request.num_prompt_tokens for _, request in penalised])),
+        prompt_lens=_int32([request.num_prompt_tokens for _, request in penalised]),
     )
 
 
@@ -160,8 +176,8 @@ def _read_logprobs(message: pb.LogprobsBatch, num_samples: int) -> dict[int, Tok
     token_ids = _read_int32(message.token_ids)
     logprobs = array("f")
     logprobs.frombytes(message.logprobs.data)
-    if len(indptr) != num_samples + 1 or indptr[0] != 0 or list(indptr) != sorted(indptr):
-        raise ValueError(f"expected {num_samples + 1} logprobs offsets that grow from 0, got {list(indptr[:3])}, ...")
+    if len(indptr) != num_samples + 1 or indptr[0] != 0 or indptr != sorted(indptr):
+        raise ValueError(f"expected {num_samples + 1} logprobs offsets that grow from 0, got {indptr[:3]}, ...")
     if not indptr[-1] == len(token_ids) == len(logprobs):
         raise ValueError(
             f"expected {indptr[-1]} logprobs and their token ids, got {len(logprobs)} and {len(token_ids)}"
@@ -173,14 +189,14 @@ def _read_logprobs(message: pb.LogprobsBatch, num_samples: int) -> dict[int, Tok
     }
 
 
-def _int32(values: array[int]) -> Int32Array:
-    return Int32Array(data=values.tobytes())
+def _int32(values: list[int]) -> Int32Array:
+    return Int32Array(data=array("i", values).tobytes())
 
 
-def _read_int32(column: Int32Array) -> array[int]:
+def _read_int32(column: Int32Array) -> list[int]:
     values = array("i")
     values.frombytes(column.data)
-    return values
+    return values.tolist()
 
 
 __all__ = ["build_execute_request", "read_execute_response"]
