@@ -176,6 +176,36 @@ def decoding(rounds: int, rows: int) -> list[Figure]:
     ]
 
 
+def blocked_head(rounds: int, num_blocks: int) -> list[Figure]:
+    """schedule() with one request decoding and one waiting, that finds its prefix of num_blocks cached, and no room."""
+    rng, steps = random.Random(0), 100
+    room = (rounds + 1) * steps // BLOCK_SIZE + 4
+    kv = KVCacheManager(1 + num_blocks + room, BLOCK_SIZE)
+    scheduler = Scheduler(SchedulerConfig(max_num_batched_tokens=num_blocks * BLOCK_SIZE, watermark=0.0), kv)
+    prefix = new_request("prefix", num_blocks * BLOCK_SIZE, 1, rng)
+    own = new_request("own", (room - 1) * BLOCK_SIZE, 1, rng)
+    scheduler.add_request(prefix)
+    step = scheduler.schedule()
+    assert step is not None
+    scheduler.update(result_of(step))
+    scheduler.add_request(new_request("decodes", 3 * BLOCK_SIZE, 1 << 20, rng))
+    scheduler.add_request(NewRequest("blocked", prefix.prompt + own.prompt, StopRules(max_tokens=16)))
+    step = scheduler.schedule()
+    figures = []
+    for _ in range(rounds):
+        spent = 0.0
+        for _ in range(steps):
+            assert step is not None
+            scheduler.update(result_of(step))
+            scheduler.take_outputs()
+            start = time.perf_counter()
+            step = scheduler.schedule()
+            spent += time.perf_counter() - start
+        figures.append(spent / steps * 1e6)
+    assert len(scheduler.waiting) == 1
+    return [(f"schedule, head blocked, {num_blocks:,} blocks cached", "us", figures)]
+
+
 def main() -> None:
     """Run all and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -185,6 +215,7 @@ def main() -> None:
     gc.freeze()
     figures = block_operations(arguments.rounds) + hashing(arguments.rounds) + admission(arguments.rounds)
     figures += allocation(arguments.rounds)
+    figures += blocked_head(arguments.rounds, 2048)
     for rows in (16, 64, 256, 1024):
         figures += decoding(arguments.rounds, rows)
     if arguments.json:

@@ -107,6 +107,11 @@ class BlockPool:
             return None
         return content.blocks[0]
 
+    def may_be_held(self, block_hash: BlockHash) -> bool:
+        """Whether a table references a block with this hash. It may hold something else: a yes proves nothing."""
+        content = self.cached_block_hash_to_block.get(block_hash)
+        return content is not None and any(block.ref_cnt for block in content.blocks)
+
     def cache_full_block(
         self,
         block: KVCacheBlock,

@@ -75,7 +75,7 @@ class KVCacheManager:
         parent: BlockContent | None = None
         extra_keys = request.extra_keys
         size = self.block_size
-        for index in range((request.num_tokens - 1) // size):
+        for index in range(self._max_hits(request)):
             block = self.pool.get_cached_block(
                 request.block_hashes[index], parent, request.tokens(index * size, (index + 1) * size), extra_keys
             )
@@ -87,7 +87,7 @@ class KVCacheManager:
         return hits
 
     def allocate_slots(
-        self, request: Request, num_tokens: int, computed_blocks: list[KVCacheBlock] | None = None
+        self, request: Request, num_tokens: int, computed_blocks: list[KVCacheBlock] | None = None, reserve: int = 0
     ) -> bool:
         """Make the request's table hold its first num_tokens tokens.
 
@@ -95,6 +95,7 @@ class KVCacheManager:
             request: whose table grows.
             num_tokens: length the table must hold.
             computed_blocks: what `get_computed_blocks` found; only for a request without blocks.
+            reserve: blocks that must stay free if the table grows.
 
         Returns:
             False when too few blocks are free; then nothing at all has changed.
@@ -103,7 +104,8 @@ class KVCacheManager:
         needed = self.num_blocks_for(num_tokens) - len(request.blocks) - len(hits)
         if needed <= 0 and not hits:
             return True
-        if needed > self.num_free_after(hits):
+        num_free_hits = sum(block.ref_cnt == 0 for block in hits)
+        if needed + reserve > self.pool.num_free_blocks - num_free_hits:
             return False
         if hits:
             assert not request.blocks
@@ -128,15 +130,26 @@ class KVCacheManager:
         Returns:
             False when too few blocks are free; then nothing at all has changed.
         """
-        hits = self.get_computed_blocks(request)
-        needed = self.num_blocks_for(request.num_tokens) - len(hits)
-        if needed + reserve > self.num_free_after(hits):
+        lacking = self.num_blocks_for(request.num_tokens) + reserve - self.pool.num_free_blocks
+        if lacking > 0 and not self._may_share(request, lacking):
             return False
-        return self.allocate_slots(request, request.num_tokens, hits)
+        return self.allocate_slots(request, request.num_tokens, self.get_computed_blocks(request), reserve)
 
-    def num_free_after(self, hits: list[KVCacheBlock]) -> int:
-        """Blocks that stay free once these hits are referenced."""
-        return self.pool.num_free_blocks - sum(1 for block in hits if block.ref_cnt == 0)
+    def _may_share(self, request: Request, num_blocks: int) -> bool:
+        """Whether a waiting request may find this many blocks of its prefix in tables of others. A no is certain.
+
+        Hits in no table are no help to a request that lacks blocks: they are free blocks themselves. And whoever holds
+        a block holds all before it, so only the last of them is looked for. So the head of the queue may ask at each
+        step, however long its prefix is.
+        """
+        if not self.enable_caching or num_blocks > self._max_hits(request):
+            return False
+        self._update_hashes(request)
+        return self.pool.may_be_held(request.block_hashes[num_blocks - 1])
+
+    def _max_hits(self, request: Request) -> int:
+        """Blocks that can be hits: the full ones of all known tokens but the last."""
+        return (request.num_tokens - 1) // self.block_size
 
     def cache_blocks(self, request: Request, provisional_step: int) -> None:
         """Make the request's newly full blocks findable.

@@ -6,11 +6,13 @@ KVPLANE_SIMULATION_SEEDS is how many seeds are run, KVPLANE_SIMULATION_SEED is t
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import pytest
 
 from executor_service.backends.sim_digest import expected_tokens
-from kvmanager_service.core.request import SamplingParams
+from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.request import Request, SamplingParams
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from tests.simulation.chaos import Chaos
 from tests.simulation.harness import VOCAB_SIZE, World
@@ -23,6 +25,29 @@ NUM_SEEDS = int(os.environ.get("KVPLANE_SIMULATION_SEEDS", "40"))
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_SEEDS))
 def test_simulation_random_faults_every_output_is_the_oracles(seed: int) -> None:
     Chaos(seed).run()
+
+
+@pytest.mark.parametrize("one_byte", [False, True])
+def test_simulation_request_is_admitted_whenever_a_lookup_finds_enough(
+    one_byte: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that lacks blocks is refused without a lookup; that must never be another answer than with one."""
+    allocate_sequence = KVCacheManager.allocate_sequence
+    answers: Counter[tuple[bool, bool]] = Counter()
+
+    def checked(self: KVCacheManager, request: Request, reserve: int = 0) -> bool:
+        num_held = sum(block.ref_cnt > 0 for block in self.get_computed_blocks(request))
+        lacking = self.num_blocks_for(request.num_tokens) + reserve - self.pool.num_free_blocks
+        answer = allocate_sequence(self, request, reserve)
+        assert answer == (num_held >= lacking)
+        answers[answer, lacking > 0] += 1
+        return answer
+
+    monkeypatch.setattr(KVCacheManager, "allocate_sequence", checked)
+    for seed in range(FIRST_SEED, FIRST_SEED + NUM_SEEDS):
+        Chaos(seed, one_byte=one_byte).run()
+    assert answers[True, True] > 0, "hits made up for blocks that were lacking"
+    assert answers[False, True] > 0
 
 
 def live_through_a_failed_twin() -> None:

@@ -74,7 +74,6 @@ def test_allocate_slots_free_hits_do_not_count_as_room_for_others() -> None:
     longer = make_request("longer", [*range(8), *range(100, 109)])
     hits = kv.get_computed_blocks(longer)
     assert kv.pool.num_free_blocks == 4
-    assert kv.num_free_after(hits) == 2
     assert not kv.allocate_slots(longer, longer.num_tokens, hits)
     assert kv.allocate_slots(longer, longer.num_tokens - 1, hits)
 

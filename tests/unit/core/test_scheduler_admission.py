@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.errors import DuplicateRequestError, InvalidRequestError, QueueFullError
 from kvmanager_service.core.request import FinishReason, RequestStatus
 from kvmanager_service.core.scheduler_config import SchedulerConfig
@@ -224,6 +225,68 @@ def test_schedule_same_prompt_in_one_step_is_shared_provisionally() -> None:
     scheduler.update(make_result(step))
     assert all(block.provisional_step == 0 for block in first.blocks[:2])
     scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("shared", ["nothing", "what others hold", "what nobody holds"])
+def test_schedule_blocked_head_looks_nothing_up_until_blocks_come_free(
+    shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests decode, fill blocks and evict others all the time; none of that makes room for the head."""
+    prompts = {"nothing": [], "what others hold": list(range(40)), "what nobody holds": list(range(5000, 5200))}
+    scheduler = make_scheduler(make_kv(num_blocks=81, block_size=4))
+    scheduler.add_request(make_new("gone", range(5000, 5200), max_tokens=1))
+    run_step(scheduler)
+    scheduler.add_request(make_new("a", range(40), max_tokens=1000))
+    scheduler.add_request(make_new("b", 20, max_tokens=1000))
+    run_step(scheduler)
+    own = range(9000, 9000 + 4 * 78 - len(prompts[shared]))
+    head = scheduler.add_request(make_new("head", [*prompts[shared], *own]))
+
+    lookups = 0
+    original = BlockPool.get_cached_block
+
+    def get_cached_block(self: BlockPool, *arguments: object) -> object:
+        nonlocal lookups
+        lookups += 1
+        return original(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(BlockPool, "get_cached_block", get_cached_block)
+    for _ in range(100):
+        assert set(rows_of(run_step(scheduler))) == {"a", "b"}
+    assert scheduler.kv.pool.num_evictions > 0
+    assert lookups == 0
+    scheduler.abort("b")
+    scheduler.abort("a")
+    assert set(rows_of(run_step(scheduler))) == {"head"}
+    assert 0 < lookups <= len(head.block_hashes)
+
+
+def test_schedule_blocked_head_takes_a_hit_that_appears_as_soon_as_it_suffices() -> None:
+    """Of 16 blocks 10 are another's who computes one in each step; the head needs 11, so it comes when 5 are hits."""
+    scheduler = make_scheduler(make_kv(num_blocks=17, block_size=4), long_prefill_token_threshold=4)
+    prompt = list(range(40))
+    scheduler.add_request(make_new("a", prompt))
+    scheduler.add_request(make_new("head", [*prompt, 99]))
+    for index in range(4):
+        assert rows_of(run_step(scheduler)) == {"a": (4 * index, 4)}
+    assert rows_of(run_step(scheduler)) == {"a": (16, 4), "head": (20, 4)}
+
+
+def test_schedule_hit_evicted_while_the_head_was_blocked_is_not_used() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=11, block_size=4))
+    prompt = list(range(20))
+    gone = scheduler.add_request(make_new("gone", prompt, max_tokens=1))
+    step = scheduler.schedule()
+    blocks = list(gone.blocks)
+    scheduler.update(make_result(step))
+    scheduler.add_request(make_new("a", 15, max_tokens=11))
+    head = scheduler.add_request(make_new("head", [*prompt, *range(90, 98)]))
+    assert len(scheduler.kv.get_computed_blocks(head)) == 5
+    while "a" in scheduler.requests:
+        assert set(rows_of(run_step(scheduler))) == {"a"}
+    assert scheduler.kv.pool.num_evictions == 2, "a took two of the blocks that the head would have found"
+    assert rows_of(run_step(scheduler)) == {"head": (12, 16)}
+    assert head.blocks[:3] == blocks[:3]
 
 
 def test_schedule_different_salts_in_one_step_share_nothing() -> None:
