@@ -29,6 +29,13 @@ from kvmanager_service.step_loop import StepLoop
 
 _log = structlog.get_logger(__name__)
 
+WHY_UNAVAILABLE = {
+    ManagerState.NO_EXECUTOR: "one without an executor that is ready; start one, or wait until its model is loaded",
+    ManagerState.DRAINING: "one that is stopping; try another, or this one after its restart",
+    ManagerState.BROKEN: "one in which an invariant did not hold; look at its log and restart it",
+}
+"""What a client is told in every state but SERVING. The reason is the state's name."""
+
 
 class EngineLoop:
     """Serves requests with whatever executor there is.
@@ -108,12 +115,7 @@ class EngineLoop:
         return self._steps.scheduler
 
     def _unavailable(self) -> UnavailableError:
-        got = {
-            ManagerState.NO_EXECUTOR: ("NO_EXECUTOR", "none is ready; start one, or wait until its model is loaded"),
-            ManagerState.DRAINING: ("DRAINING", "the manager is stopping; try another, or this one after its restart"),
-            ManagerState.BROKEN: ("BROKEN", "an invariant did not hold; look at the manager's log and restart it"),
-        }.get(self._state, ("STARTING", "the manager is starting; try again"))
-        return UnavailableError(got[0], f"expected an executor that serves, got: {got[1]}")
+        return UnavailableError(self._state.name, f"expected a manager that serves, got {WHY_UNAVAILABLE[self._state]}")
 
     # --- life -----------------------------------------------------------------------------------------------------
 

@@ -16,15 +16,25 @@ from kvmanager_service.text_model import TextModel
 
 
 class ExecutorUnfitError(Exception):
-    """This manager can not use an executor, however often it tries; the message says expected, got and what to do."""
+    """This manager can not use an executor, however often it tries.
+
+    Args:
+        reason: the ErrorInfo reason that the executor is told.
+        message: expected, got and what to do.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 def require_model(model: ModelView | None, info: GetModelInfoResponse) -> None:
     """Raise ExecutorUnfitError unless the executor serves the manager's model, or none is served yet."""
     if model is not None and info.model_fingerprint != model.fingerprint:
         raise ExecutorUnfitError(
+            "MODEL_MISMATCH",
             f"expected an executor that serves {model.name!r} ({model.fingerprint}), got other weights:"
-            f" {info.model_name!r} ({info.model_fingerprint}); start it with the same model"
+            f" {info.model_name!r} ({info.model_fingerprint}); start it with the same model",
         )
 
 
@@ -33,9 +43,10 @@ def require_geometry(ready: ReadyExecutor) -> None:
     kv_cache, groups = ready.kv_cache, [group.type for group in ready.info.kv_groups]
     if groups != [KV_GROUP_TYPE_FULL_ATTENTION] or kv_cache.block_size < 1 or kv_cache.num_blocks < 2:
         raise ExecutorUnfitError(
+            "KV_GEOMETRY_UNSUPPORTED",
             "kv_cache: expected one group of full attention, block_size of at least 1 and num_blocks of at least 2,"
             f" got groups of types {groups}, {kv_cache.block_size} and {kv_cache.num_blocks}; serve a model with"
-            " full attention in every layer"
+            " full attention in every layer",
         )
 
 
@@ -49,8 +60,9 @@ def require_length(model: ModelView | None, ready: ReadyExecutor) -> None:
     longest = min(model.max_model_len, (ready.kv_cache.num_blocks - 1) * ready.kv_cache.block_size)
     if ready.info.max_model_len < longest:
         raise ExecutorUnfitError(
+            "MODEL_LEN_TOO_SHORT",
             f"max_model_len: expected at least {longest}, which requests were admitted for, got"
-            f" {ready.info.max_model_len}; start the executor with as much, or the manager anew"
+            f" {ready.info.max_model_len}; start the executor with as much, or the manager anew",
         )
 
 
@@ -61,8 +73,9 @@ async def load_model(info: GetModelInfoResponse) -> ModelView:
         text = await asyncio.to_thread(TextModel.from_files, files)
     except Exception as error:
         raise ExecutorUnfitError(
+            "TOKENIZER_UNREADABLE",
             f"tokenizer_files: expected a tokenizer and a chat template that can be read, got"
-            f" {type(error).__name__}: {error}; mend the model's files"
+            f" {type(error).__name__}: {error}; mend the model's files",
         ) from error
     return ModelView(
         name=info.model_name,

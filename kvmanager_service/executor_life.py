@@ -160,7 +160,7 @@ class ExecutorLife:
             await connection.close()
 
     def _reject(self, executor: RegisteredExecutor, unfit: ExecutorUnfitError) -> None:
-        self._registry.reject(executor.executor_id, str(unfit))
+        self._registry.reject(executor.executor_id, unfit.reason, str(unfit))
         _log.warning("executor_rejected", executor_id=executor.executor_id, address=executor.address, reason=str(unfit))
 
     def _lose(self, executor: RegisteredExecutor, lost: ExecutorLostError) -> None:

@@ -48,7 +48,8 @@ class RegisteredExecutor:
         last_error: why the last attempt to use it failed; empty when it did not.
         loss: its last loss, counted over all executors; 0 when it was never lost.
         hangs: it was lost because a step had no result, and has not been active since.
-        rejected: it serves another model, or one the manager cannot use: never a candidate, and told so when it renews.
+        rejection: the reason why the manager cannot use it; never a candidate then, and told so when it renews. Empty
+            while it is none.
     """
 
     executor_id: str
@@ -58,7 +59,7 @@ class RegisteredExecutor:
     last_error: str = ""
     loss: int = 0
     hangs: bool = False
-    rejected: bool = False
+    rejection: str = ""
 
 
 class ExecutorRegistry:
@@ -103,8 +104,8 @@ class ExecutorRegistry:
                 executor_id=executor_id,
             )
         record.expires_at = self._expiry()
-        if record.rejected:
-            raise ExecutorRejectedError("MODEL_MISMATCH", record.last_error, executor_id=executor_id)
+        if record.rejection:
+            raise ExecutorRejectedError(record.rejection, record.last_error, executor_id=executor_id)
 
     def records(self) -> list[RegisteredExecutor]:
         """Return the executors whose lease is valid, in order of registration."""
@@ -116,7 +117,7 @@ class ExecutorRegistry:
 
         Those that hang come last, before them those that were lost, the last at the end; else as they registered.
         """
-        usable = [record for record in self.records() if not record.rejected]
+        usable = [record for record in self.records() if not record.rejection]
         return sorted(usable, key=lambda record: (record.hangs, record.loss))
 
     def remaining_ms(self, record: RegisteredExecutor) -> int:
@@ -149,11 +150,11 @@ class ExecutorRegistry:
             record.loss = self._losses
             record.hangs |= hangs
 
-    def reject(self, executor_id: str, error: str) -> None:
-        """Note that an executor cannot be used; it is told `error` when it renews."""
+    def reject(self, executor_id: str, reason: str, error: str) -> None:
+        """Note that an executor cannot be used; it is told both when it renews."""
         record = self._records.get(executor_id)
         if record is not None:
-            record.state, record.last_error, record.rejected = ExecutorState.STANDBY, error, True
+            record.state, record.last_error, record.rejection = ExecutorState.STANDBY, error, reason
 
     def expire(self) -> None:
         """Forget executors whose lease is over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from typing import Any
 
@@ -10,11 +11,14 @@ from kvplane.common.v1.common_pb2 import Int32Array
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
 from kvmanager_service import executor_life
+from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.errors import PoolExhaustedError
 from kvmanager_service.core.request import FinishReason
 from kvmanager_service.engine_api import ManagerState, StopMatch
-from kvmanager_service.errors import UnavailableError
+from kvmanager_service.engine_loop import WHY_UNAVAILABLE, EngineLoop
+from kvmanager_service.errors import ExecutorRejectedError, UnavailableError
 from kvmanager_service.executor_client import StepStream
+from kvmanager_service.registry import ExecutorRegistry
 from tests.integration.manager.fake_engine import until
 from tests.integration.manager.scripted_executor import ScriptedExecutor, Sink, Split, model_info, running_split
 from tests.unit.core.builders import make_new
@@ -35,6 +39,21 @@ async def test_engine_request_is_computed_and_published() -> None:
     assert sink.token_ids == [7, 7, 7]
     assert sink.last is not None
     assert sink.last.finish_reason is FinishReason.LENGTH
+
+
+def test_engine_every_state_but_serving_has_something_to_tell() -> None:
+    assert set(WHY_UNAVAILABLE) == set(ManagerState) - {ManagerState.SERVING}
+
+
+async def test_engine_refuses_by_the_reason_of_its_state() -> None:
+    engine = EngineLoop(ManagerConfig(), ExecutorRegistry(time.monotonic, lease_ms=60_000))
+    with pytest.raises(UnavailableError, match="without an executor") as caught:
+        engine.submit(make_new("a", 6), Sink())
+    assert caught.value.reason == "NO_EXECUTOR"
+    await engine.stop()
+    with pytest.raises(UnavailableError, match="one that is stopping") as caught:
+        engine.model()
+    assert caught.value.reason == "DRAINING"
 
 
 async def test_engine_broken_invariant_ends_every_stream_although_the_books_can_not_be_kept(
@@ -85,25 +104,27 @@ async def test_engine_invariant_broken_in_a_call_ends_every_stream_and_admits_no
 
 
 @pytest.mark.parametrize(
-    ("changes", "kv_cache", "why"),
+    ("changes", "kv_cache", "reason"),
     [
-        ({"tokenizer_files": [pb.TokenizerFile(name="tokenizer.json", content=b"{")]}, {}, "tokenizer_files: expected"),
-        ({"kv_groups": []}, {}, "kv_cache: expected one group"),
-        ({"kv_groups": [pb.KvGroup(type=TYPE)] * 2}, {}, "kv_cache: expected one group"),
-        ({}, {"block_size": 0}, "block_size of at least 1"),
-        ({}, {"num_blocks": 1}, "num_blocks of at least 2"),
+        ({"tokenizer_files": [pb.TokenizerFile(name="tokenizer.json", content=b"{")]}, {}, "TOKENIZER_UNREADABLE"),
+        ({"kv_groups": []}, {}, "KV_GEOMETRY_UNSUPPORTED"),
+        ({"kv_groups": [pb.KvGroup(type=TYPE)] * 2}, {}, "KV_GEOMETRY_UNSUPPORTED"),
+        ({}, {"block_size": 0}, "KV_GEOMETRY_UNSUPPORTED"),
+        ({}, {"num_blocks": 1}, "KV_GEOMETRY_UNSUPPORTED"),
     ],
 )
 async def test_engine_executor_that_can_not_be_used_is_rejected_and_breaks_nothing(
-    changes: dict[str, Any], kv_cache: dict[str, int], why: str
+    changes: dict[str, Any], kv_cache: dict[str, int], reason: str
 ) -> None:
     executor = ScriptedExecutor()
     executor.info = model_info(**changes)
     executor.kv_cache = pb.KvCacheState(**({"kv_epoch": 1, "num_blocks": 11, "block_size": 4} | kv_cache))
     async with running_split(executor) as split:
-        await until(lambda: split.record.rejected or split.engine.stats().state is ManagerState.BROKEN)
+        await until(lambda: bool(split.record.rejection) or split.engine.stats().state is ManagerState.BROKEN)
         assert split.engine.stats().state is ManagerState.NO_EXECUTOR
-        assert why in split.record.last_error
+        with pytest.raises(ExecutorRejectedError, match="expected") as caught:
+            split.registry.register(split.record.executor_id, split.record.address)
+        assert caught.value.reason == reason
 
 
 @pytest.mark.parametrize("block_ids", [b"\1\0\0", array("i", [1, 2]).tobytes()])

@@ -145,7 +145,7 @@ async def test_reset_while_blocks_are_held_is_failed_precondition(manager: Manag
 async def test_executor_of_other_model_is_failed_precondition(manager: Manager) -> None:
     register = registry_pb.RegisterRequest(executor_id="e", address="host:1")
     await manager.executors.Register(register)
-    manager.registry.reject("e", "expected model a, got b")
+    manager.registry.reject("e", "MODEL_MISMATCH", "expected model a, got b")
     with pytest.raises(grpc.aio.AioRpcError, match="expected model a, got b") as caught:
         await manager.executors.Register(register)
     assert (caught.value.code(), details(caught.value)[0]) == (grpc.StatusCode.FAILED_PRECONDITION, "MODEL_MISMATCH")

@@ -118,11 +118,12 @@ def test_registry_state_of_forgotten_executor_is_ignored(registry: ExecutorRegis
 
 def test_registry_rejected_executor_is_no_candidate_and_is_told_at_renewal(registry: ExecutorRegistry) -> None:
     registry.register("a", "host:1")
-    registry.reject("a", "expected model x, got y")
+    registry.reject("a", "MODEL_MISMATCH", "expected model x, got y")
     assert ids(registry) == []
     assert registry.records()[0].last_error == "expected model x, got y"
-    with pytest.raises(ExecutorRejectedError, match="got y"):
+    with pytest.raises(ExecutorRejectedError, match="got y") as caught:
         registry.register("a", "host:1")
+    assert caught.value.reason == "MODEL_MISMATCH"
 
 
 def test_registry_draining_refuses_new_and_renews_known(registry: ExecutorRegistry, clock: Clock) -> None:

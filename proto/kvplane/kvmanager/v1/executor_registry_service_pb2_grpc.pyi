@@ -30,9 +30,11 @@ class ExecutorRegistryServiceStub:
     Register: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.RegisterRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.RegisterResponse]
     """Register announces an executor or renews its lease. The manager connects back to the address. An executor that
     does not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not
-    host:port, ALREADY_EXISTS for an id that is registered with another address, FAILED_PRECONDITION when the executor
-    serves another model than the manager or one that it cannot use, UNAVAILABLE for a new one when draining or when
-    there are too many.
+    host:port, ALREADY_EXISTS for an id that is registered with another address, UNAVAILABLE for a new one when draining
+    or when there are too many, FAILED_PRECONDITION when the manager has found that it cannot use the executor, by
+    reason: MODEL_MISMATCH for other weights than it serves, KV_GEOMETRY_UNSUPPORTED for a cache that is not one group
+    of full attention with at least 2 blocks, MODEL_LEN_TOO_SHORT for a max_model_len below what requests were admitted
+    for, TOKENIZER_UNREADABLE for tokenizer files that cannot be read.
     """
     ListExecutors: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsResponse]
     """ListExecutors returns the executors whose lease is valid, in order of registration."""
@@ -45,9 +47,11 @@ class ExecutorRegistryServiceAsyncStub(ExecutorRegistryServiceStub):
     Register: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.RegisterRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.RegisterResponse]  # type: ignore[assignment]
     """Register announces an executor or renews its lease. The manager connects back to the address. An executor that
     does not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not
-    host:port, ALREADY_EXISTS for an id that is registered with another address, FAILED_PRECONDITION when the executor
-    serves another model than the manager or one that it cannot use, UNAVAILABLE for a new one when draining or when
-    there are too many.
+    host:port, ALREADY_EXISTS for an id that is registered with another address, UNAVAILABLE for a new one when draining
+    or when there are too many, FAILED_PRECONDITION when the manager has found that it cannot use the executor, by
+    reason: MODEL_MISMATCH for other weights than it serves, KV_GEOMETRY_UNSUPPORTED for a cache that is not one group
+    of full attention with at least 2 blocks, MODEL_LEN_TOO_SHORT for a max_model_len below what requests were admitted
+    for, TOKENIZER_UNREADABLE for tokenizer files that cannot be read.
     """
     ListExecutors: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsResponse]  # type: ignore[assignment]
     """ListExecutors returns the executors whose lease is valid, in order of registration."""
@@ -63,9 +67,11 @@ class ExecutorRegistryServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvplane.kvmanager.v1.executor_registry_service_pb2.RegisterResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.executor_registry_service_pb2.RegisterResponse]]:
         """Register announces an executor or renews its lease. The manager connects back to the address. An executor that
         does not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not
-        host:port, ALREADY_EXISTS for an id that is registered with another address, FAILED_PRECONDITION when the executor
-        serves another model than the manager or one that it cannot use, UNAVAILABLE for a new one when draining or when
-        there are too many.
+        host:port, ALREADY_EXISTS for an id that is registered with another address, UNAVAILABLE for a new one when draining
+        or when there are too many, FAILED_PRECONDITION when the manager has found that it cannot use the executor, by
+        reason: MODEL_MISMATCH for other weights than it serves, KV_GEOMETRY_UNSUPPORTED for a cache that is not one group
+        of full attention with at least 2 blocks, MODEL_LEN_TOO_SHORT for a max_model_len below what requests were admitted
+        for, TOKENIZER_UNREADABLE for tokenizer files that cannot be read.
         """
 
     @abc.abstractmethod
