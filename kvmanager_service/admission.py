@@ -24,7 +24,7 @@ from kvmanager_service.request_stream import RequestStream
 from kvmanager_service.text.output_text import OutputText
 from kvmanager_service.text.stop_strings import StopStrings
 from kvmanager_service.text.tokenizer import INLINE_CHARS
-from kvmanager_service.text_model import TextModel
+from kvmanager_service.text_model import INLINE_TURNS, TextModel
 
 __all__ = ["Admission"]
 
@@ -54,7 +54,7 @@ class Admission:
     def takes_long(request: pb.GenerateRequest) -> bool:
         """Whether admitting a request leaves the loop for a thread, so that others should not wait for it."""
         messages = request.chat.messages
-        if max(len(request.text), len(messages)) > INLINE_CHARS // 2:
+        if len(request.text) > INLINE_CHARS // 2 or len(messages) > INLINE_TURNS:
             return True
         size = sum(len(message.content) for message in messages)
         return size > INLINE_CHARS // 2 or len(request.resume_token_ids.ids) > INLINE_RESUMED

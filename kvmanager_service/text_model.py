@@ -6,6 +6,7 @@ vocabulary; then part of `ModelView`. Executors of one model fingerprint share o
 
 from __future__ import annotations
 
+import asyncio
 import json
 from array import array
 from collections.abc import Mapping, Sequence
@@ -13,9 +14,12 @@ from typing import Any, Self
 
 from kvmanager_service.errors import PreconditionError
 from kvmanager_service.text.chat_template import ChatTemplate
-from kvmanager_service.text.tokenizer import Tokenizer
+from kvmanager_service.text.tokenizer import INLINE_CHARS, Tokenizer
 
-__all__ = ["TextModel"]
+__all__ = ["INLINE_TURNS", "TextModel"]
+
+INLINE_TURNS = 100
+"""Conversations of up to this many turns, and short, are rendered on the loop: about 5 us for a turn."""
 
 
 class TextModel:
@@ -73,7 +77,11 @@ class TextModel:
                 "chat: expected a model with a chat template, got one without; send text or token_ids",
                 field="chat",
             )
-        text = self.chat_template.render(messages)
+        size = sum(len(message["content"]) for message in messages)
+        if len(messages) <= INLINE_TURNS and size <= INLINE_CHARS:
+            text = self.chat_template.render(messages)
+        else:
+            text = await asyncio.to_thread(self.chat_template.render, messages)
         return await self.tokenizer.encode(text, add_special_tokens=False, max_tokens=max_model_len)
 
 

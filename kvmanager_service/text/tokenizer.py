@@ -28,7 +28,7 @@ from kvmanager_service.text.token_pieces import (
     analyse_decoder,
 )
 
-__all__ = ["Tokenizer"]
+__all__ = ["INLINE_CHARS", "Tokenizer"]
 
 INLINE_CHARS = 2_000
 """Texts up to this length are encoded on the loop: under a millisecond, and a thread would cost a tenth of one."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.errors import PreconditionError
+from kvmanager_service.text.chat_template import ChatTemplate
 from kvmanager_service.text_model import TextModel
 from tests.unit.manager.manager_builders import CHATML, byte_level_tokenizer, text_model
 
@@ -49,6 +52,25 @@ async def test_text_model_chat_special_tokens_come_from_template_only() -> None:
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert list(ids) == byte_level_tokenizer().encode(text, add_special_tokens=False).ids
     assert ids[0] == byte_level_tokenizer().token_to_id("<|im_start|>")
+
+
+@pytest.mark.parametrize(("turns", "chars", "on_loop"), [(100, 20, True), (101, 1, False), (1, 2_001, False)])
+async def test_text_model_chat_that_is_long_is_rendered_off_the_loop(
+    monkeypatch: pytest.MonkeyPatch, turns: int, chars: int, on_loop: bool
+) -> None:
+    rendered_by: list[threading.Thread] = []
+    render = ChatTemplate.render
+
+    def note_and_render(template: ChatTemplate, messages: Sequence[Mapping[str, str]]) -> str:
+        rendered_by.append(threading.current_thread())
+        return render(template, messages)
+
+    monkeypatch.setattr(ChatTemplate, "render", note_and_render)
+    messages = [{"role": "user", "content": "a" * chars}] * turns
+    ids = await text_model().encode_chat(messages, 100_000)
+    text = f"<|im_start|>user\n{'a' * chars}<|im_end|>\n" * turns + "<|im_start|>assistant\n"
+    assert list(ids) == byte_level_tokenizer().encode(text, add_special_tokens=False).ids
+    assert [thread is threading.current_thread() for thread in rendered_by] == [on_loop]
 
 
 async def test_text_model_text_gets_special_tokens() -> None:
