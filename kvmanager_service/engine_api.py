@@ -183,7 +183,7 @@ class Engine(Protocol):
         """Return counters and gauges, all of one moment."""
 
     def requests(self, *, include_finished: bool) -> list[RequestView]:
-        """Return waiting and running requests, on demand the last finished ones too, oldest arrival first."""
+        """Return waiting and running requests, on demand the last finished ones too, in no order."""
 
     def blocks(self) -> Sequence[BlockView]:
         """Return all blocks but the null block, so that item i is block i + 1; may be lazy.

@@ -46,7 +46,7 @@ def engine_stats(uptime_seconds: float, state: ManagerState, scheduler: Schedule
 
 
 def request_views(scheduler: Scheduler, now: float, *, include_finished: bool) -> list[RequestView]:
-    """Waiting and running requests, and on demand those that ended lately, oldest arrival first.
+    """Waiting and running requests, and on demand those that ended lately, in no order.
 
     Args:
         scheduler: whose requests.
@@ -56,7 +56,7 @@ def request_views(scheduler: Scheduler, now: float, *, include_finished: bool) -
     requests = list(scheduler.requests.values())
     if include_finished:
         requests += scheduler.book.finished
-    return [_request_view(request, now) for request in sorted(requests, key=lambda request: request.arrival_seq)]
+    return [_request_view(request, now) for request in requests]
 
 
 def _request_view(request: Request, now: float) -> RequestView:

@@ -83,7 +83,7 @@ class StepLoop:
     def fail_all(self, error: CoreError) -> None:
         """End every request with an error."""
         scheduler = self._books()
-        for request in list(scheduler.iter_requests()):
+        for request in list(scheduler.requests.values()):
             scheduler.fail(request.request_id, error)
         self._publish()
 

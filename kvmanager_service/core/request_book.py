@@ -24,7 +24,7 @@ class RequestBook:
     """All requests that have not ended, and the last that have.
 
     Attributes:
-        requests: waiting and running ones, by id.
+        requests: waiting and running ones, by id, oldest arrival first.
         waiting: in the order the policy admits them.
         running: by id, in order of admission.
         finished: ended ones, oldest first.

@@ -18,7 +18,6 @@ scheduled again at once: its row names that sample as input (`feeds_from`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 
 from kvmanager_service.core.errors import CoreError, PoolInUseError
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
@@ -173,7 +172,7 @@ class Scheduler:
                     break
             else:
                 plan.add(request, num_tokens)
-        for row in plan.rows.values():
+        for row in plan.rows:
             plan.claim(row)
         return preempted
 
@@ -197,8 +196,9 @@ class Scheduler:
         if not request.was_admitted:
             request.was_admitted = True
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-            self.stats.prefix_queries += request.num_prompt_tokens
-            self.stats.prefix_hits += request.num_cached_tokens
+            if self.kv.enable_caching:
+                self.stats.prefix_queries += request.num_prompt_tokens
+                self.stats.prefix_hits += request.num_cached_tokens
         return True
 
     # --- blocks run short -----------------------------------------------------------------------------------------
@@ -233,10 +233,11 @@ class Scheduler:
             self._distrust(step.rows[index], step.step_id)
         self._tags.committed(self.kv.pool.commit_step(step.step_id))
         self.stats.steps += 1
+        self.stats.tokens_computed += step.num_tokens
+        token_bytes = array("i", result.sampled).tobytes()
         for index, row in enumerate(step.rows):
-            self.stats.tokens_computed += row.num_tokens
             request = row.request
-            if request.status is not RequestStatus.RUNNING or request.incarnation != row.incarnation:
+            if request.status is not _RUNNING or request.incarnation != row.incarnation:
                 continue  # it ended or was preempted while the step was out
             error = result.errors.get(index)
             if error is not None:
@@ -244,8 +245,9 @@ class Scheduler:
                 continue
             if request.failed_steps:
                 self._suspects.clear(row)
-            if row.sample_index >= 0:
-                self._append(request, row.sample_index, result)
+            sample = row.sample_index
+            if sample >= 0:
+                self._append(request, token_bytes[sample * TOKEN_BYTES : (sample + 1) * TOKEN_BYTES], sample, result)
 
     def _distrust(self, row: ScheduledRow, step_id: int) -> None:
         """A row failed: un-hash what it filled or read, and schedule anew whoever relies on it.
@@ -261,18 +263,19 @@ class Scheduler:
                 self._preempt(other)
                 self.stats.reschedules += 1
 
-    def _append(self, request: Request, sample_index: int, result: StepResult) -> None:
-        token_id = result.sampled[sample_index]
+    def _append(self, request: Request, token: bytes, sample: int, result: StepResult) -> None:
+        """A token of a request became known; it may be its last."""
         request.num_pending_tokens -= 1
-        request.append_token(token_id)
+        request.append_token(token)
         self.stats.tokens_generated += 1
         if request.last_step_id > result.step_id:  # the token may complete a block that a later step is filling
             self.kv.cache_blocks(request, request.last_step_id)
+        token_id = result.sampled[sample]
         output = self.book.emit(request, [token_id])
-        logprobs = result.logprobs.get(sample_index)
+        logprobs = result.logprobs.get(sample)
         if logprobs is not None:
             output.logprobs.append(logprobs)
-        if token_id in request.stop.stop_token_ids and request.num_output_tokens > request.stop.min_tokens:
+        if token_id in request.stop_token_ids and request.num_output_tokens > request.min_tokens:
             output.stop_token_id = token_id
             self._end(request, FinishReason.STOP, output)
         elif request.num_tokens >= request.max_total_tokens:
@@ -345,7 +348,3 @@ class Scheduler:
                 for row in step.rows
             )
             assert pending == request.num_pending_tokens, f"{request!r} has {pending} samples outstanding"
-
-    def iter_requests(self) -> Iterator[Request]:
-        """Running and waiting requests, oldest arrival first."""
-        return iter(sorted(self.requests.values(), key=lambda request: request.arrival_seq))

@@ -214,6 +214,13 @@ def test_schedule_fully_cached_aligned_prompt_computes_the_last_block_only() -> 
     assert (scheduler.stats.prefix_hits, scheduler.stats.prefix_queries) == (8, 24)
 
 
+def test_schedule_caching_disabled_counts_no_query() -> None:
+    scheduler = make_scheduler(make_kv(enable_caching=False))
+    scheduler.add_request(make_new("a", 12))
+    run_step(scheduler)
+    assert (scheduler.stats.prefix_hits, scheduler.stats.prefix_queries) == (0, 0)
+
+
 def test_schedule_same_prompt_in_one_step_is_shared_provisionally() -> None:
     scheduler = make_scheduler(max_outstanding=2)
     prompt = list(range(9))
@@ -317,11 +324,11 @@ def test_abort_waiting_request_ends_it_without_a_token() -> None:
     assert scheduler.schedule() is None
 
 
-def test_iter_requests_names_all_by_arrival() -> None:
+def test_requests_whatever_became_of_them_stay_in_order_of_arrival() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     for request_id in "abc":
         scheduler.add_request(make_new(request_id, 4))
     run_step(scheduler)
     scheduler.lose_steps()
     run_step(scheduler)
-    assert [request.request_id for request in scheduler.iter_requests()] == ["a", "b", "c"]
+    assert list(scheduler.requests) == ["a", "b", "c"]
