@@ -172,7 +172,7 @@ class Scheduler:
                     break
             else:
                 plan.add(request, num_tokens)
-        for row in plan.rows:
+        for row in plan.rows.values():
             plan.claim(row)
         return preempted
 
@@ -233,11 +233,10 @@ class Scheduler:
             self._distrust(step.rows[index], step.step_id)
         self._tags.committed(self.kv.pool.commit_step(step.step_id))
         self.stats.steps += 1
-        self.stats.tokens_computed += step.num_tokens
-        token_bytes = array("i", result.sampled).tobytes()
         for index, row in enumerate(step.rows):
+            self.stats.tokens_computed += row.num_tokens
             request = row.request
-            if request.status is not _RUNNING or request.incarnation != row.incarnation:
+            if request.status is not RequestStatus.RUNNING or request.incarnation != row.incarnation:
                 continue  # it ended or was preempted while the step was out
             error = result.errors.get(index)
             if error is not None:
@@ -245,9 +244,8 @@ class Scheduler:
                 continue
             if request.failed_steps:
                 self._suspects.clear(row)
-            sample = row.sample_index
-            if sample >= 0:
-                self._append(request, token_bytes[sample * TOKEN_BYTES : (sample + 1) * TOKEN_BYTES], sample, result)
+            if row.sample_index >= 0:
+                self._append(request, row.sample_index, result)
 
     def _distrust(self, row: ScheduledRow, step_id: int) -> None:
         """A row failed: un-hash what it filled or read, and schedule anew whoever relies on it.
@@ -263,19 +261,18 @@ class Scheduler:
                 self._preempt(other)
                 self.stats.reschedules += 1
 
-    def _append(self, request: Request, token: bytes, sample: int, result: StepResult) -> None:
-        """A token of a request became known; it may be its last."""
+    def _append(self, request: Request, sample_index: int, result: StepResult) -> None:
+        token_id = result.sampled[sample_index]
         request.num_pending_tokens -= 1
-        request.append_token(token)
+        request.append_token(token_id)
         self.stats.tokens_generated += 1
         if request.last_step_id > result.step_id:  # the token may complete a block that a later step is filling
             self.kv.cache_blocks(request, request.last_step_id)
-        token_id = result.sampled[sample]
         output = self.book.emit(request, [token_id])
-        logprobs = result.logprobs.get(sample)
+        logprobs = result.logprobs.get(sample_index)
         if logprobs is not None:
             output.logprobs.append(logprobs)
-        if token_id in request.stop_token_ids and request.num_output_tokens > request.min_tokens:
+        if token_id in request.stop.stop_token_ids and request.num_output_tokens > request.stop.min_tokens:
             output.stop_token_id = token_id
             self._end(request, FinishReason.STOP, output)
         elif request.num_tokens >= request.max_total_tokens:
