@@ -6,6 +6,7 @@ Station: called once by `__main__`. Events never carry prompts, texts or token i
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 import structlog
@@ -39,6 +40,9 @@ def configure_logging(config: ManagerConfig) -> None:
     ]
     renderer: structlog.typing.Processor
     if config.log_format == "json":
+        # gRPC's core writes to stderr in a format of its own; what it says reaches us as exceptions and statuses too.
+        # It reads this when it is imported, so call this first.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         renderer = structlog.processors.JSONRenderer()
         shared.append(structlog.processors.format_exc_info)
     else:

@@ -1,6 +1,6 @@
 """Coroutines that run together until the first of them ends.
 
-Station: a small tool of `executor_life` and `__main__`; it knows nothing of either.
+Station: a small tool of `executor_life` and `process`; it knows nothing of either.
 """
 
 from __future__ import annotations

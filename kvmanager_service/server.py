@@ -1,6 +1,6 @@
 """The gRPC server of the manager: services, health, reflection.
 
-Station: built by `__main__` (and by tests, with another engine) and nothing else. It decides no request's fate.
+Station: built by `process` (and by tests, with another engine) and nothing else. It decides no request's fate.
 """
 
 from __future__ import annotations

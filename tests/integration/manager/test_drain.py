@@ -12,7 +12,7 @@ import pytest
 from kvplane.kvmanager.v1 import executor_registry_service_pb2 as registry_pb
 from kvplane.kvmanager.v1 import executor_registry_service_pb2_grpc, inference_service_pb2_grpc
 
-from kvmanager_service import __main__ as process
+from kvmanager_service import process
 from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.request import FinishReason
 from kvmanager_service.errors import UnavailableError

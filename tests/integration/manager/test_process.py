@@ -18,8 +18,8 @@ from kvplane.kvmanager.v1 import inference_service_pb2_grpc
 ROOT = Path(__file__).parents[3]
 
 
-async def spawn(*arguments: str) -> asyncio.subprocess.Process:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")])}
+async def spawn(*arguments: str, **extra: str) -> asyncio.subprocess.Process:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")])} | extra
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -76,6 +76,25 @@ async def test_process_port_in_use_exits_2_and_says_which() -> None:
     await first.communicate()
     assert second.returncode == 2
     assert f"127.0.0.1:{port}" in text.decode()
+
+
+@pytest.mark.parametrize(
+    ("log_format", "extra", "shown"),
+    [("json", {}, False), ("json", {"GRPC_VERBOSITY": "ERROR"}, True), ("console", {}, True)],
+)
+async def test_process_that_logs_json_keeps_lines_of_grpcs_core_out_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, log_format: str, extra: dict[str, str], shown: bool
+) -> None:
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    first = await spawn("--port", "0", "--log-format", "json")
+    port = await wait_started(first)
+    second = await spawn("--port", str(port), "--log-format", log_format, **extra)
+    _, text = await second.communicate()
+    first.terminate()
+    await first.communicate()
+    ours = [line for line in text.decode().splitlines() if line.startswith("kvmanager_service: --host/--port")]
+    assert len(ours) == 1
+    assert ("Failed to add port" in text.decode()) is shown
 
 
 async def test_process_help_teaches_and_exits_0() -> None:
