@@ -15,7 +15,7 @@ from kvmanager_service.core.request import Request
 
 
 class RequestQueue(ABC):
-    """The waiting requests of one policy. All operations are O(log n) or better."""
+    """The waiting requests of one policy. All operations are O(log n) or better, taken over many of them."""
 
     @abstractmethod
     def add(self, request: Request) -> None:

@@ -88,6 +88,30 @@ def test_priority_queue_many_removed_does_not_keep_them() -> None:
     assert len(queue) == 1
 
 
+def test_priority_queue_ten_thousand_waiting_cost_few_comparisons_each() -> None:
+    """Add, peek and remove are O(log n) each, wherever the request stands: 2 log2 n tuples are compared at most."""
+    compared = 0
+
+    class Priority(int):
+        __hash__ = int.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return int(self) == other
+
+    queue = PriorityQueue()
+    requests = [make(f"r{seq}", seq, Priority(seq * 7919 % 10_000)) for seq in range(10_000)]
+    for request in requests:
+        queue.add(request)
+    assert compared <= 10_000 * 14
+    compared = 0
+    for request in requests[:1000]:
+        queue.remove(request)
+        queue.peek()
+    assert compared <= 1000 * 2 * 14
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_queue_remove_from_the_middle_keeps_the_order_of_the_others(policy: str) -> None:
     queue = POLICIES[policy]()
