@@ -72,6 +72,26 @@ def converted_folder(gguf_file: Path, cache_dir: Path) -> Path:
     return target
 
 
+def is_converted(gguf_file: Path, cache_dir: Path) -> bool:
+    """Whether the file's conversion is there."""
+    return (cache_dir / content_key(gguf_file)).is_dir()
+
+
+def num_weights(gguf_file: Path) -> int:
+    """How many numbers the file's tensors hold, from its head.
+
+    Raises:
+        BackendError: the file is no GGUF.
+    """
+    _require_gguf(gguf_file)
+    try:
+        return sum(int(tensor.n_elements) for tensor in GGUFReader(gguf_file).tensors)
+    except (ValueError, KeyError, IndexError, OSError) as error:
+        raise BackendError(
+            "MODEL_NOT_READABLE", f"expected a whole GGUF file, got {gguf_file}: {error!r}", file=gguf_file
+        ) from error
+
+
 def content_key(gguf_file: Path) -> str:
     """Name of a file's conversion: a digest of its size, its first MiB (the metadata), samples and its end.
 
@@ -96,10 +116,7 @@ def sample_windows(size: int, head: int = 1 << 20, windows: int = 64, length: in
 
 def _convert(gguf_file: Path, folder: Path) -> None:
     """Write weights, config and tokenizer of a GGUF to a folder."""
-    with gguf_file.open("rb") as file:
-        magic = file.read(4)
-    if magic != b"GGUF":
-        raise BackendError("MODEL_NOT_READABLE", f"expected a GGUF file, got another kind: {gguf_file}", file=gguf_file)
+    _require_gguf(gguf_file)
     source = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
     try:
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
@@ -118,6 +135,14 @@ def _convert(gguf_file: Path, folder: Path) -> None:
     _fix_pre_tokenizer(gguf_file, tokenizer)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _require_gguf(gguf_file: Path) -> None:
+    """Refuse a file that does not begin as a GGUF does."""
+    with gguf_file.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise BackendError("MODEL_NOT_READABLE", f"expected a GGUF file, got another kind: {gguf_file}", file=gguf_file)
 
 
 def _fix_pre_tokenizer(gguf_file: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> None:

@@ -91,6 +91,27 @@ def require_one_sequence(
     )
 
 
+def require_weights_fit(weights_bytes: int, *, total_bytes: int, utilization: float) -> None:
+    """Refuse weights that alone are more than may be used.
+
+    Raises:
+        NotEnoughMemoryError: with the numbers, what is missing, and the flags that help.
+    """
+    usable = available_bytes(total_bytes, utilization, 0)
+    if weights_bytes <= usable:
+        return
+    raise NotEnoughMemoryError(
+        "NOT_ENOUGH_MEMORY",
+        f"the weights alone take {weights_bytes} bytes, but total {total_bytes} * utilization {utilization} is "
+        f"{usable} bytes, {weights_bytes - usable} too few. Give it more memory with --memory-limit (CPU) or "
+        "--gpu-memory-utilization, load the weights in a smaller type with --dtype, or choose a smaller model.",
+        weights_bytes=weights_bytes,
+        total_bytes=total_bytes,
+        utilization=utilization,
+        missing_bytes=weights_bytes - usable,
+    )
+
+
 def total_memory(device: torch.device, memory_limit: int | None) -> int:
     """Memory that the executor's share is taken from. Units: bytes.
 

@@ -1,4 +1,4 @@
-"""What a model's folder says besides weights: its fingerprint, its end tokens, its tokenizer.
+"""What a model's folder says besides weights: its size, its fingerprint, its end tokens, its tokenizer.
 
 Station: called by `model_loader`; reads files and changes none.
 """
@@ -11,8 +11,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer, PreTrainedConfig
 
+from executor_service.backends.base import BackendError
 from executor_service.gguf_conversion import sample_windows
 
 TOKENIZER_FILES = (
@@ -22,6 +24,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+# What a stored floating type takes; others (quantised integers, fp8) are loaded as they are.
+_FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 # Keys of a config that say nothing of what the model computes.
 _VOLATILE = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures"})
 _VOLATILE_OUTPUT = re.compile(r"output_|return_|pad_token_id|_attn_implementation|id2label|label2id")
@@ -46,6 +50,58 @@ def fingerprint(folder: Path, config: PreTrainedConfig) -> str:
                 stream.seek(offset)
                 digest.update(stream.read(length))
     return digest.hexdigest()[:32]
+
+
+def weight_bytes(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None) -> int:
+    """Bytes that the folder's weights take in memory, from the heads of the files.
+
+    Args:
+        folder: with safetensors.
+        config: the model's; tied embeddings count once.
+        dtype: what floating types are converted to; None leaves them as they are stored.
+
+    Raises:
+        BackendError: there are no such files, or one of another format.
+    """
+    tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
+    left_out = {"__metadata__", "lm_head.weight"} if tied else {"__metadata__"}
+    try:
+        heads = [_head(file) for file in _weight_files(folder)]
+        return sum(
+            _loaded_bytes(tensor, dtype) for head in heads for name, tensor in head.items() if name not in left_out
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BackendError(
+            "MODEL_NOT_READABLE", f"expected safetensors files in {folder}, got {error!r}", model=folder
+        ) from error
+
+
+def _loaded_bytes(tensor: dict[str, Any], dtype: torch.dtype | None) -> int:
+    """What one tensor of a file's head takes once it is loaded."""
+    start, end = tensor["data_offsets"]
+    stored = _FLOAT_BYTES.get(tensor["dtype"])
+    size: int = end - start
+    return size if dtype is None or stored is None else size // stored * dtype.itemsize
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers reads: a hub folder may hold the same weights in another layout beside them."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file() or not index.is_file():
+        return [folder / "model.safetensors"]
+    return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+
+
+def _head(file: Path) -> dict[str, Any]:
+    """Names, types, shapes and offsets of a safetensors file's tensors."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > file.stat().st_size:
+            raise ValueError(f"a head of {length} bytes is longer than its file, {file}")
+        head = json.loads(stream.read(length))
+    if not isinstance(head, dict):
+        raise TypeError(f"the head is no JSON object: {file}")
+    return head
 
 
 def eos_token_ids(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ as the configuration tells; what only a forward pass tells is `model_runner.prob
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from executor_service.backends.base import BackendError
-from executor_service.gguf_conversion import converted_folder, default_cache_dir
-from executor_service.model_files import TOKENIZER_FILES, eos_token_ids, fingerprint, tokenizer_files
+from executor_service.gguf_conversion import converted_folder, default_cache_dir, is_converted, num_weights
+from executor_service.model_files import TOKENIZER_FILES, eos_token_ids, fingerprint, tokenizer_files, weight_bytes
 from executor_service.model_runner import ATTENTION_NAME
 
 _HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer.model", *TOKENIZER_FILES]
@@ -49,6 +50,7 @@ def load_model(
     max_model_len: int | None = None,
     name: str | None = None,
     cache_dir: Path | None = None,
+    admit: Callable[[int], None] = lambda weights_bytes: None,
 ) -> LoadedModel:
     """Load a model.
 
@@ -59,6 +61,7 @@ def load_model(
         max_model_len: the most tokens of a sequence; None takes the model's own.
         name: what to call it; None derives it from the source.
         cache_dir: where converted GGUF files lie; None is `default_cache_dir()`.
+        admit: told how many bytes the weights will take before they are read; it raises what ends the load.
 
     Raises:
         BackendError: it can not be found or read, or is of a kind that the paged attention does not run.
@@ -68,12 +71,15 @@ def load_model(
     transformers_logging.enable_propagation()
     if dtype != "auto" and dtype not in _DTYPES:
         raise BackendError("BAD_DTYPE", f"expected dtype auto, {', '.join(_DTYPES)}, got {dtype!r}", dtype=dtype)
-    folder, is_gguf = resolve_source(source, cache_dir or default_cache_dir())
+    folder = resolve_source(source)
+    if folder.is_file():
+        if dtype == "auto":  # a GGUF's quantised weights have no float type of their own
+            dtype = "bfloat16" if device.type == "cuda" else "float32"
+        folder = _converted(folder, cache_dir or default_cache_dir(), _DTYPES[dtype], admit)
     config = _read_config(folder)
     check_architecture(config)
     length = resolve_max_model_len(config, max_model_len)
-    if dtype == "auto" and is_gguf and device.type == "cuda":
-        dtype = "bfloat16"  # a GGUF's quantised weights have no float type of their own
+    admit(weight_bytes(folder, config, _DTYPES.get(dtype, config.dtype)))
     model = _read_weights(folder, config, dtype, device)
     return LoadedModel(
         model=model,
@@ -87,8 +93,8 @@ def load_model(
     )
 
 
-def resolve_source(source: str, cache_dir: Path) -> tuple[Path, bool]:
-    """The folder with safetensors, and whether it is a converted GGUF.
+def resolve_source(source: str) -> Path:
+    """The folder with safetensors, or the GGUF file.
 
     Raises:
         BackendError: there is no such file, folder or reachable hub id.
@@ -97,19 +103,26 @@ def resolve_source(source: str, cache_dir: Path) -> tuple[Path, bool]:
     if path.is_file():
         if path.suffix != ".gguf":
             raise BackendError("MODEL_NOT_READABLE", f"expected a .gguf file or a folder, got {path}", model=source)
-        return converted_folder(path, cache_dir), True
+        return path
     if not path.is_dir():
         path = _download(source)
     if not any(path.glob("*.safetensors")):
         files = sorted(path.glob("*.gguf"))
         if len(files) == 1:
-            return converted_folder(files[0], cache_dir), True
+            return files[0]
         raise BackendError(
             "MODEL_NOT_READABLE",
             f"expected *.safetensors or one .gguf file in {path}, got {sorted(p.name for p in path.iterdir())}",
             model=source,
         )
-    return path, False
+    return path
+
+
+def _converted(gguf_file: Path, cache_dir: Path, dtype: torch.dtype, admit: Callable[[int], None]) -> Path:
+    """The folder of a GGUF's conversion; a first conversion reads all weights, so it is admitted like a load."""
+    if not is_converted(gguf_file, cache_dir):
+        admit(num_weights(gguf_file) * dtype.itemsize)
+    return converted_folder(gguf_file, cache_dir)
 
 
 def _download(source: str) -> Path:

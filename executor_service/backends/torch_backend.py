@@ -31,6 +31,7 @@ from executor_service.memory_profiler import (
     compute_num_blocks,
     release_free_memory,
     require_one_sequence,
+    require_weights_fit,
     resident_bytes,
     total_memory,
     tune_malloc,
@@ -124,6 +125,7 @@ class TorchBackend(Backend):
                 max_model_len=config.max_model_len,
                 name=config.model_name,
                 cache_dir=config.cache_dir,
+                admit=self._admit_weights,
             )
             num_layers, kv_heads, head_dim = probe(loaded.model, loaded.vocab_size)
             layout = KvLayout(num_layers, kv_heads, head_dim, config.block_size, loaded.dtype)
@@ -220,6 +222,12 @@ class TorchBackend(Backend):
         if self._loaded is None or self._layout is None or self._runner is None:
             raise BackendError("NOT_LOADED", "expected load() first, got a backend without a model")
         return self._loaded, self._layout, self._runner
+
+    def _admit_weights(self, weights_bytes: int) -> None:
+        """Stop before weights are read that can not fit: the profile would refuse them, if memory lasts until then."""
+        if self._config.num_blocks_override is None:
+            total = total_memory(self._device, self._config.memory_limit)
+            require_weights_fit(weights_bytes, total_bytes=total, utilization=self._config.gpu_memory_utilization)
 
     def _run_worst_step(self, max_num_batched_tokens: int, max_num_seqs: int) -> None:
         """The step that needs most memory, over a scratch cache of a few blocks."""

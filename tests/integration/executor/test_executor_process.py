@@ -12,6 +12,7 @@ import pytest
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
 from executor_service.backends.sim_digest import expected_tokens
+from tests.unit.executor.step_builder import save_tiny_model
 from tests.unit.executor_shell.executor_builders import (
     VOCAB_SIZE,
     Row,
@@ -95,6 +96,17 @@ async def test_process_whose_memory_holds_no_sequence_says_so_to_the_manager_and
                 await call
             assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert wait_for(running, "memory_not_enough")["error"] == caught.value.details()
+        assert running.wait(timeout=60) == 1
+
+
+def test_process_whose_weights_exceed_the_memory_limit_stops_before_it_loads_them_and_exits_1(tmp_path):
+    folder = save_tiny_model(tmp_path, "llama")
+    with process("--backend", "torch", "--model", str(folder), "--memory-limit", "64KiB") as running:
+        failed = wait_for(running, "executor_load_failed")
+        assert (failed["reason"], failed["level"]) == ("NOT_ENOUGH_MEMORY", "error")
+        assert failed["metadata"]["total_bytes"] == "65536"
+        assert int(failed["metadata"]["weights_bytes"]) > 65536
+        assert "--memory-limit" in failed["error"]
         assert running.wait(timeout=60) == 1
 
 

@@ -8,17 +8,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoConfig, Gemma3TextConfig, MambaConfig, MistralConfig, PreTrainedConfig, T5Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    MambaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    T5Config,
+)
 
 from executor_service import gguf_conversion, model_loader
 from executor_service.backends.base import BackendError
-from executor_service.gguf_conversion import content_key, converted_folder, default_cache_dir
-from executor_service.model_files import eos_token_ids, fingerprint, tokenizer_files
+from executor_service.gguf_conversion import content_key, converted_folder, default_cache_dir, num_weights
+from executor_service.model_files import eos_token_ids, fingerprint, tokenizer_files, weight_bytes
 from executor_service.model_loader import check_architecture, load_model, resolve_max_model_len, resolve_source
 from tests.unit.executor.step_builder import VOCAB_SIZE, save_tiny_model, tiny_config
 
@@ -78,7 +88,7 @@ warnings.warn("a warning of Python")
 
 def test_resolve_source_nothing_there_says_what_was_expected() -> None:
     with pytest.raises(BackendError, match=r"expected a folder, a \.gguf file or a hub id") as caught:
-        resolve_source("/no/such/folder/at all", Path("/nowhere"))
+        resolve_source("/no/such/folder/at all")
     assert caught.value.reason == "MODEL_NOT_FOUND"
 
 
@@ -88,7 +98,7 @@ def test_resolve_source_hub_out_of_reach_says_what_to_do(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(model_loader, "snapshot_download", unreachable)
     with pytest.raises(BackendError, match=r"no route to host.*give a local folder") as caught:
-        resolve_source("someone/model", Path("/nowhere"))
+        resolve_source("someone/model")
     assert caught.value.reason == "MODEL_NOT_REACHABLE"
 
 
@@ -100,25 +110,117 @@ def test_resolve_source_hub_id_takes_the_snapshot(monkeypatch: pytest.MonkeyPatc
         return str(folder)
 
     monkeypatch.setattr(model_loader, "snapshot_download", snapshot)
-    assert resolve_source("someone/model", Path("/nowhere")) == (folder, False)
+    assert resolve_source("someone/model") == folder
     assert asked == ["someone/model", True, True]
 
 
 def test_resolve_source_folder_without_weights_lists_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(BackendError, match=r"expected \*\.safetensors or one .gguf file .*pytorch_model.bin"):
-        resolve_source(str(tmp_path), tmp_path)
+        resolve_source(str(tmp_path))
 
 
-def test_resolve_source_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
+def test_load_model_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     other, named = tmp_path / "weights.bin", tmp_path / "weights.gguf"
     other.write_bytes(b"GGUF")
     named.write_bytes(b"PK\x03\x04")
     with pytest.raises(BackendError, match=r"expected a \.gguf file or a folder"):
-        resolve_source(str(other), tmp_path / "cache")
+        load_model(str(other), device=CPU, cache_dir=tmp_path / "cache")
     with pytest.raises(BackendError, match="expected a GGUF file, got another kind"):
-        resolve_source(str(named), tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []  # nothing half-made is left
+        load_model(str(named), device=CPU, cache_dir=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+class NotAdmittedError(Exception):
+    """What the test's `admit` raises."""
+
+
+def refused_bytes(source: Path, monkeypatch: pytest.MonkeyPatch, **values: object) -> int:
+    """What `load_model` says the weights will take, in a load that is refused for it; nothing may be read then."""
+    told: list[int] = []
+
+    def admit(weights_bytes: int) -> None:
+        told.append(weights_bytes)
+        raise NotAdmittedError
+
+    def reads(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", reads)
+    with pytest.raises(NotAdmittedError):
+        load_model(str(source), device=CPU, admit=admit, **values)  # type: ignore[arg-type]
+    (weights_bytes,) = told
+    return weights_bytes
+
+
+def bytes_of(model: torch.nn.Module) -> int:
+    """What the parameters take, those that are tied once."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "checkpoint",
+    [("llama", False, torch.float32), ("qwen2", True, torch.bfloat16), ("qwen3", False, torch.float16)],
+)
+def test_load_model_admits_exactly_the_bytes_of_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: tuple[str, bool, torch.dtype], dtype: str
+) -> None:
+    kind, tied, stored = checkpoint
+    model = AutoModelForCausalLM.from_config(tiny_config(kind, tie_word_embeddings=tied), dtype=stored)
+    model.save_pretrained(tmp_path, max_shard_size="200KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    save_file({"again": torch.zeros(10_000)}, tmp_path / "consolidated.safetensors")  # what transformers does not read
+    needed = bytes_of(load_model(str(tmp_path), device=CPU, dtype=dtype).model)
+    assert refused_bytes(tmp_path, monkeypatch, dtype=dtype) == needed
+
+
+def test_weight_bytes_embedding_stored_twice_counts_once_when_tied(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" in weights
+    head = weights["lm_head.weight"].numel() * 4
+    tied, untied = (tiny_config("llama", tie_word_embeddings=value) for value in (True, False))
+    assert weight_bytes(folder, untied, None) - weight_bytes(folder, tied, None) == head
+
+
+def test_weight_bytes_integers_keep_their_size(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(10, dtype=torch.int8), "b": torch.zeros(3)}, tmp_path / "model.safetensors")
+    assert weight_bytes(tmp_path, tiny_config("llama"), torch.bfloat16) == 10 + 6
+    assert weight_bytes(tmp_path, tiny_config("llama"), None) == 10 + 12
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 20, (2).to_bytes(8, "little") + b"[]", b"\x02" + bytes(7) + b"{a", None]
+)
+def test_weight_bytes_file_that_is_no_safetensors_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(BackendError, match="expected safetensors files in") as caught:
+        weight_bytes(tmp_path, tiny_config("llama"), None)
+    assert caught.value.reason == "MODEL_NOT_READABLE"
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("auto", 4), ("float32", 4), ("bfloat16", 2)])
+def test_load_model_admits_a_gguf_before_it_is_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, size: int
+) -> None:
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((30, 32), dtype=np.float32))
+    writer.add_tensor("blk.0.attn_q.weight", np.zeros((32, 32), dtype=np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    cache = tmp_path / "cache"
+    assert refused_bytes(tmp_path / "m.gguf", monkeypatch, dtype=dtype, cache_dir=cache) == (30 + 32) * 32 * size
+    assert not cache.exists()
+
+
+def test_num_weights_gguf_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes(3))
+    with pytest.raises(BackendError, match="expected a whole GGUF file") as caught:
+        num_weights(tmp_path / "m.gguf")
+    assert caught.value.reason == "MODEL_NOT_READABLE"
 
 
 def test_check_architecture_sliding_window_is_refused_by_name() -> None:

@@ -75,6 +75,17 @@ def test_load_peak_is_logged_and_warned_of_over_the_limit(folder: Path, limit: i
     assert [entry["load_peak_bytes"] for entry in warnings] == [line["load_peak_bytes"]] * warned
 
 
+def test_load_weights_over_the_limit_are_refused_with_numbers(folder: Path) -> None:
+    weights = (folder / "model.safetensors").stat().st_size
+    with pytest.raises(NotEnoughMemoryError, match=r"--memory-limit.*--gpu-memory-utilization.*--dtype") as caught:
+        backend(folder, memory_limit=weights).load()
+    assert caught.value.reason == "NOT_ENOUGH_MEMORY"
+    assert 0 < int(caught.value.metadata["weights_bytes"]) < weights  # the file has a head too
+    assert caught.value.metadata["total_bytes"] == str(weights)
+    backend(folder, memory_limit=weights, dtype="bfloat16").load()
+    backend(folder, memory_limit=weights, num_blocks_override=7).load()
+
+
 def test_profile_memory_override_wins_and_is_logged(folder: Path) -> None:
     made = backend(folder, num_blocks_override=7, memory_limit=1 << 20)
     made.load()
@@ -241,6 +252,20 @@ def test_memory_limit_holds_over_many_ragged_steps(tmp_path: Path) -> None:
     peak, cache = (int(number) for number in done.stdout.split()[-2:])
     assert cache > 100 << 20
     assert peak <= limit
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("converted", [False, True])
+def test_model_over_the_limit_is_refused_before_it_is_read_or_converted(tmp_path: Path, converted: bool) -> None:
+    source = os.environ.get("KVPLANE_TEST_MODEL")
+    if not source:
+        pytest.skip("KVPLANE_TEST_MODEL names no model")
+    cache = None if converted else tmp_path
+    before = resident_bytes()
+    with pytest.raises(NotEnoughMemoryError, match="the weights alone take") as caught:
+        TorchBackend(TorchBackendConfig(model=source, device="cpu", memory_limit=1 << 20, cache_dir=cache)).load()
+    assert resident_bytes() - before < int(caught.value.metadata["weights_bytes"]) // 2
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.model
