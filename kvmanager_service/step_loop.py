@@ -90,13 +90,16 @@ class StepLoop:
     def end_streams(self, error: CoreError) -> None:
         """Tell every client an error without asking the scheduler, which may be what is broken."""
         for request_id, sink in self._sinks.items():
-            sink.push(RequestOutput(request_id, [], [], finish_reason=FinishReason.ERROR, error=error))
+            sink.push(RequestOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error))
         self._sinks.clear()
         self._idle.set()
 
     async def wait_idle(self) -> None:
-        """Wait until every client has been told the end of its request."""
-        while self._sinks:
+        """Wait until every client has been told the end of its request, and no step is out.
+
+        The last step is the one that tells the executor what the others have filled.
+        """
+        while self._sinks or self.oldest_step is not None:
             self._idle.clear()
             await self._idle.wait()
 
@@ -147,6 +150,8 @@ class StepLoop:
                 self._publish()  # while the step is sent, the id of who ended in it may be taken anew
                 await stream.send(message)
             self._publish()
+            if not scheduler.outstanding:
+                self._idle.set()
             await self._wake.wait()
 
     def _update(self, response: ExecuteResponse) -> None:

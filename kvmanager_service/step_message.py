@@ -99,7 +99,7 @@ def _build_sampling(rows: list[ScheduledRow]) -> pb.SamplingBatch:
         sampling = request.sampling
         place = None if row.suppress_stop else seen.get(id(sampling))
         if place is None:
-            suppressed = request.stop.stop_token_ids if row.suppress_stop else _NOTHING
+            suppressed = request.stop_token_ids if row.suppress_stop else _NOTHING
             place = distinct.setdefault((sampling, suppressed), len(params))
             if place == len(params):
                 params.append(_token_sampling(sampling, suppressed))

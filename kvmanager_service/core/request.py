@@ -103,7 +103,6 @@ class TokenLogprobs:
     logprobs: tuple[float, ...]
 
 
-@dataclass(slots=True)
 class RequestOutput:
     """What one step brought for one request.
 
@@ -116,13 +115,34 @@ class RequestOutput:
         error: set when finish_reason is ERROR.
     """
 
-    request_id: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs]
-    num_cached_tokens: int = 0
-    finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
-    error: CoreError | None = None
+    __slots__ = (
+        "error",
+        "finish_reason",
+        "logprobs",
+        "num_cached_tokens",
+        "request_id",
+        "stop_token_id",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        *,
+        logprobs: list[TokenLogprobs] | None = None,
+        num_cached_tokens: int = 0,
+        finish_reason: FinishReason | None = None,
+        stop_token_id: int | None = None,
+        error: CoreError | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = token_ids
+        self.logprobs = logprobs or []
+        self.num_cached_tokens = num_cached_tokens
+        self.finish_reason = finish_reason
+        self.stop_token_id = stop_token_id
+        self.error = error
 
 
 class Request:
@@ -167,6 +187,7 @@ class Request:
         "last_sample_index",
         "last_step_id",
         "max_total_tokens",
+        "min_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_pending_tokens",
@@ -178,7 +199,7 @@ class Request:
         "sampling",
         "seed",
         "status",
-        "stop",
+        "stop_token_ids",
         "token_bytes",
         "was_admitted",
     )
@@ -186,7 +207,8 @@ class Request:
     def __init__(self, new: NewRequest, arrival_seq: int) -> None:
         self.request_id = new.request_id
         self.sampling = new.sampling
-        self.stop = new.stop
+        self.stop_token_ids = new.stop.stop_token_ids
+        self.min_tokens = new.stop.min_tokens
         self.seed = new.seed
         self.priority = new.priority
         self.arrival_time = new.arrival_time
@@ -235,9 +257,9 @@ class Request:
         total = self.num_tokens + self.num_pending_tokens
         return 0 if total >= self.max_total_tokens else total - self.num_computed_tokens
 
-    def append_token(self, token_id: int) -> None:
-        """A sampled token became known."""
-        self.token_bytes += token_id.to_bytes(TOKEN_BYTES, "little", signed=True)
+    def append_token(self, token: bytes) -> None:
+        """A sampled token, little-endian int32, became known."""
+        self.token_bytes += token
         self.num_tokens += 1
 
     def drop_tokens(self) -> None:

@@ -130,7 +130,7 @@ class RequestBook:
 
     def emit(self, request: Request, token_ids: list[int], error: CoreError | None = None) -> RequestOutput:
         """Note what its client must be told; the output may still be completed until it is taken."""
-        output = RequestOutput(request.request_id, token_ids, [], request.num_cached_tokens, error=error)
+        output = RequestOutput(request.request_id, token_ids, num_cached_tokens=request.num_cached_tokens, error=error)
         self._outputs.append(output)
         return output
 

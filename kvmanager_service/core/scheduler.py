@@ -17,18 +17,30 @@ scheduled again at once: its row names that sample as input (`feeds_from`).
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
+from typing import Final
 
 from kvmanager_service.core.errors import CoreError, PoolInUseError
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.pool_limit import has_outgrown, outgrown_error, require_fit
-from kvmanager_service.core.request import FinishReason, NewRequest, Request, RequestOutput, RequestStatus
+from kvmanager_service.core.request import (
+    TOKEN_BYTES,
+    FinishReason,
+    NewRequest,
+    Request,
+    RequestOutput,
+    RequestStatus,
+)
 from kvmanager_service.core.request_book import RequestBook
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import BadResultError, ScheduledRow, SchedulerStats, Step, StepResult, check_result
 from kvmanager_service.core.step_plan import StepPlan
 from kvmanager_service.core.suspects import Suspects
 from kvmanager_service.core.tag_outbox import TagOutbox
+
+_RUNNING: Final = RequestStatus.RUNNING
+"""Looked up once: an enum's member is looked up by name each time, and this one is compared for every row."""
 
 
 class Scheduler:
@@ -88,7 +100,7 @@ class Scheduler:
         if request is None:
             self.book.restate(request_id, FinishReason.STOP)
         else:
-            self._end(request, FinishReason.STOP, RequestOutput(request_id, [], []))
+            self._end(request, FinishReason.STOP, RequestOutput(request_id, []))
 
     def fail(self, request_id: str, error: CoreError) -> None:
         """End a request with an error from outside the core. Raises UnknownRequestError."""
@@ -138,7 +150,7 @@ class Scheduler:
             False while too few blocks are free for it.
         """
         request = self._suspects.first()
-        if request.status is not RequestStatus.RUNNING:
+        if request.status is not _RUNNING:
             has_blocks = self._admit(request, 0)
         else:
             has_blocks = self.kv.allocate_slots(request, request.num_tokens)
@@ -152,7 +164,7 @@ class Scheduler:
         for request in list(self.running.values()):
             if plan.budget == 0:
                 break
-            if request.status is not RequestStatus.RUNNING:
+            if request.status is not _RUNNING:
                 continue  # sacrificed for a request before it
             num_tokens = plan.chunk(request)
             if num_tokens == 0:
@@ -172,7 +184,7 @@ class Scheduler:
                     break
             else:
                 plan.add(request, num_tokens)
-        for row in plan.rows.values():
+        for row in plan.rows:
             plan.claim(row)
         return preempted
 
@@ -233,10 +245,11 @@ class Scheduler:
             self._distrust(step.rows[index], step.step_id)
         self._tags.committed(self.kv.pool.commit_step(step.step_id))
         self.stats.steps += 1
+        self.stats.tokens_computed += step.num_tokens
+        token_bytes = array("i", result.sampled).tobytes()
         for index, row in enumerate(step.rows):
-            self.stats.tokens_computed += row.num_tokens
             request = row.request
-            if request.status is not RequestStatus.RUNNING or request.incarnation != row.incarnation:
+            if request.status is not _RUNNING or request.incarnation != row.incarnation:
                 continue  # it ended or was preempted while the step was out
             error = result.errors.get(index)
             if error is not None:
@@ -244,8 +257,9 @@ class Scheduler:
                 continue
             if request.failed_steps:
                 self._suspects.clear(row)
-            if row.sample_index >= 0:
-                self._append(request, row.sample_index, result)
+            sample = row.sample_index
+            if sample >= 0:
+                self._append(request, token_bytes[sample * TOKEN_BYTES : (sample + 1) * TOKEN_BYTES], sample, result)
 
     def _distrust(self, row: ScheduledRow, step_id: int) -> None:
         """A row failed: un-hash what it filled or read, and schedule anew whoever relies on it.
@@ -253,7 +267,7 @@ class Scheduler:
         That may be the request itself, when it was preempted and admitted again since.
         """
         request = row.request
-        is_current = request.status is RequestStatus.RUNNING and request.incarnation == row.incarnation
+        is_current = request.status is _RUNNING and request.incarnation == row.incarnation
         distrusted = self.kv.distrust(request, step_id, with_table=is_current)
         self._tags.forgotten(distrusted)
         for other in reversed(list(self.running.values())):
@@ -261,18 +275,19 @@ class Scheduler:
                 self._preempt(other)
                 self.stats.reschedules += 1
 
-    def _append(self, request: Request, sample_index: int, result: StepResult) -> None:
-        token_id = result.sampled[sample_index]
+    def _append(self, request: Request, token: bytes, sample: int, result: StepResult) -> None:
+        """A token of a request became known; it may be its last."""
         request.num_pending_tokens -= 1
-        request.append_token(token_id)
+        request.append_token(token)
         self.stats.tokens_generated += 1
         if request.last_step_id > result.step_id:  # the token may complete a block that a later step is filling
             self.kv.cache_blocks(request, request.last_step_id)
+        token_id = result.sampled[sample]
         output = self.book.emit(request, [token_id])
-        logprobs = result.logprobs.get(sample_index)
+        logprobs = result.logprobs.get(sample)
         if logprobs is not None:
             output.logprobs.append(logprobs)
-        if token_id in request.stop.stop_token_ids and request.num_output_tokens > request.stop.min_tokens:
+        if token_id in request.stop_token_ids and request.num_output_tokens > request.min_tokens:
             output.stop_token_id = token_id
             self._end(request, FinishReason.STOP, output)
         elif request.num_tokens >= request.max_total_tokens:

@@ -6,8 +6,7 @@ back together with a `StepResult`. Neither knows the wire.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.errors import RowFailedError
@@ -18,72 +17,98 @@ class BadResultError(Exception):
     """A result does not fit the step it answers; nothing of it was used."""
 
 
-@dataclass(slots=True, eq=False)
 class ScheduledRow:
     """The next tokens of one request.
 
     Attributes:
         start: position of the first token computed.
         num_tokens: how many tokens are computed.
+        stop: the row's sequence length once it is computed.
         incarnation: the request's at the time of scheduling.
         feeds_from: index into the samples of the step before whose token is this row's last input, or -1.
         sample_index: index into this step's samples, or -1 when the row samples nothing.
         suppress_stop: whether tokens that would stop the request must not be sampled (min_tokens not reached).
     """
 
-    request: Request
-    start: int
-    num_tokens: int
-    incarnation: int
-    feeds_from: int = -1
-    sample_index: int = -1
-    suppress_stop: bool = False
+    __slots__ = (
+        "feeds_from",
+        "incarnation",
+        "num_tokens",
+        "request",
+        "sample_index",
+        "start",
+        "stop",
+        "suppress_stop",
+    )
 
-    @property
-    def stop(self) -> int:
-        """The row's sequence length once it is computed."""
-        return self.start + self.num_tokens
+    def __init__(self, request: Request, num_tokens: int) -> None:
+        self.request = request
+        self.start = request.num_computed_tokens
+        self.num_tokens = num_tokens
+        self.stop = request.num_computed_tokens + num_tokens
+        self.incarnation = request.incarnation
+        self.feeds_from = -1
+        self.sample_index = -1
+        self.suppress_stop = False
 
 
-@dataclass(slots=True, eq=False)
 class Step:
     """A batch to compute.
 
     Attributes:
         step_id: grows from 1; never reused.
+        num_tokens: tokens computed over all rows.
+        num_samples: how many rows sample a token.
         feeds_from_step_id: the step that the rows' feeds_from speak of, or 0.
         tags: contents committed since the step before, for the executor to keep with the blocks; None for a block
             whose content is not trusted any more.
     """
 
-    step_id: int
-    rows: list[ScheduledRow]
-    num_samples: int
-    feeds_from_step_id: int = 0
-    tags: list[tuple[int, BlockContent | None]] = field(default_factory=list)
+    __slots__ = ("feeds_from_step_id", "num_samples", "num_tokens", "rows", "step_id", "tags")
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens computed over all rows."""
-        return sum(row.num_tokens for row in self.rows)
+    def __init__(
+        self,
+        step_id: int,
+        rows: list[ScheduledRow],
+        num_tokens: int,
+        num_samples: int,
+        *,
+        feeds_from_step_id: int,
+        tags: list[tuple[int, BlockContent | None]],
+    ) -> None:
+        self.step_id = step_id
+        self.rows = rows
+        self.num_tokens = num_tokens
+        self.num_samples = num_samples
+        self.feeds_from_step_id = feeds_from_step_id
+        self.tags = tags
 
 
-@dataclass(slots=True)
 class StepResult:
     """What an executor answered.
 
-    Attributes:
-        sampled: one token id per sample, in the order of sample_index.
+    Args:
+        sampled: one token id per sample, in the order of sample_index; -1 where the row failed.
         computed_upto: one sequence length per row.
         logprobs: by sample index, for rows that asked.
         errors: by row index, rows that failed alone.
     """
 
-    step_id: int
-    sampled: Sequence[int]
-    computed_upto: Sequence[int]
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
-    errors: Mapping[int, RowFailedError] = field(default_factory=dict)
+    __slots__ = ("computed_upto", "errors", "logprobs", "sampled", "step_id")
+
+    def __init__(
+        self,
+        step_id: int,
+        sampled: list[int],
+        computed_upto: list[int],
+        logprobs: dict[int, TokenLogprobs] | None = None,
+        errors: dict[int, RowFailedError] | None = None,
+    ) -> None:
+        self.step_id = step_id
+        self.sampled = sampled
+        self.computed_upto = computed_upto
+        self.logprobs = logprobs or {}
+        self.errors = errors or {}
 
 
 @dataclass(slots=True)
@@ -120,14 +145,21 @@ def check_result(step: Step, result: StepResult) -> None:
     for index in result.errors:
         if not 0 <= index < len(step.rows):
             raise BadResultError(f"expected row errors of {len(step.rows)} rows, got one of row {index}")
-    has_missing = min(result.sampled, default=0) < 0
+    if (
+        not result.errors
+        and [row.stop for row in step.rows] == result.computed_upto
+        and min(result.sampled, default=0) >= 0
+    ):
+        return
     for index, row in enumerate(step.rows):
-        if result.computed_upto[index] != row.stop and index not in result.errors:
+        if index in result.errors:
+            continue
+        if result.computed_upto[index] != row.stop:
             raise BadResultError(
                 f"expected row {index} of step {step.step_id} to be computed up to {row.stop}, got "
                 f"{result.computed_upto[index]} and no row error"
             )
-        if has_missing and row.sample_index >= 0 > result.sampled[row.sample_index] and index not in result.errors:
+        if row.sample_index >= 0 and result.sampled[row.sample_index] < 0:
             raise BadResultError(
                 f"expected row {index} of step {step.step_id} to sample a token, got "
                 f"{result.sampled[row.sample_index]} and no row error"

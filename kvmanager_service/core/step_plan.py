@@ -17,7 +17,7 @@ from kvmanager_service.core.tag_outbox import Tag
 
 
 class StepPlan:
-    """Rows by request id, in the order they were added.
+    """Rows in the order they were added.
 
     Args:
         step_id: the step's.
@@ -31,7 +31,7 @@ class StepPlan:
 
     def __init__(self, step_id: int, previous: Step | None, kv: KVCacheManager, config: SchedulerConfig) -> None:
         self.step_id = step_id
-        self.rows: dict[str, ScheduledRow] = {}
+        self.rows: list[ScheduledRow] = []
         self.budget = config.max_num_batched_tokens
         self._longest_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._previous = previous
@@ -39,20 +39,23 @@ class StepPlan:
 
     def chunk(self, request: Request) -> int:
         """How many of its next tokens this step can take."""
-        return min(request.num_schedulable_tokens, self.budget, self._longest_chunk)
+        longest = min(self.budget, self._longest_chunk)
+        return min(request.num_schedulable_tokens, longest)
 
     def add(self, request: Request, num_tokens: int) -> ScheduledRow:
         """Compute its next num_tokens tokens; its table has the blocks for them."""
-        row = ScheduledRow(request, request.num_computed_tokens, num_tokens, request.incarnation)
-        self.rows[request.request_id] = row
+        row = ScheduledRow(request, num_tokens)
+        self.rows.append(row)
         self.budget -= num_tokens
         return row
 
     def drop(self, request: Request) -> None:
         """Compute nothing of this request; it need not have a row."""
-        row = self.rows.pop(request.request_id, None)
-        if row is not None:
-            self.budget += row.num_tokens
+        for index, row in enumerate(self.rows):
+            if row.request is request:
+                del self.rows[index]
+                self.budget += row.num_tokens
+                return
 
     def claim(self, row: ScheduledRow) -> None:
         """The row is final: its tokens count as computed and its full blocks can be found, provisionally."""
@@ -67,11 +70,11 @@ class StepPlan:
 
     def make_step(self, tags: list[Tag]) -> Step:
         """The step as it is sent; every row was claimed."""
-        rows = list(self.rows.values())
-        num_samples = 0
+        num_tokens = num_samples = 0
         feeds_from_step_id = 0
-        for row in rows:
+        for row in self.rows:
             request = row.request
+            num_tokens += row.num_tokens
             if row.feeds_from >= 0:
                 assert self._previous is not None
                 feeds_from_step_id = self._previous.step_id
@@ -79,6 +82,6 @@ class StepPlan:
             if row.stop == request.num_tokens + request.num_pending_tokens:
                 row.sample_index = request.last_sample_index = num_samples
                 num_samples += 1
-                row.suppress_stop = request.num_output_tokens + request.num_pending_tokens < request.stop.min_tokens
+                row.suppress_stop = request.num_output_tokens + request.num_pending_tokens < request.min_tokens
                 request.num_pending_tokens += 1
-        return Step(self.step_id, rows, num_samples, feeds_from_step_id, tags)
+        return Step(self.step_id, self.rows, num_tokens, num_samples, feeds_from_step_id=feeds_from_step_id, tags=tags)

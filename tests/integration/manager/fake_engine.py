@@ -63,7 +63,7 @@ class FakeEngine:
         """Emit for one request."""
         sink = self.open[request_id][1]
         output = RequestOutput(
-            request_id, list(token_ids), [], finish_reason=finish, stop_token_id=stop_token_id, error=error
+            request_id, list(token_ids), finish_reason=finish, stop_token_id=stop_token_id, error=error
         )
         if sink.push(output) is not None or finish is not None:
             del self.open[request_id]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -94,9 +93,9 @@ def make_result(
             sampled[step.rows[index].sample_index] = -1
     return StepResult(
         step_id=step.step_id,
-        sampled=array("i", sampled),
-        computed_upto=array("i", [row.start if index in failed else row.stop for index, row in enumerate(step.rows)]),
-        logprobs=logprobs or {},
+        sampled=sampled,
+        computed_upto=[row.start if index in failed else row.stop for index, row in enumerate(step.rows)],
+        logprobs=dict(logprobs or {}),
         errors={index: RowFailedError("NON_FINITE_LOGITS", "as the test wants", row=index) for index in failed},
     )
 

@@ -183,7 +183,7 @@ def test_cache_blocks_token_not_known_yet_keeps_the_block_out() -> None:
     request.num_computed_tokens = 8
     kv.cache_blocks(request, 0)
     assert len(request.contents) == 1
-    request.append_token(5)
+    request.append_token(bytes((5, 0, 0, 0)))
     kv.cache_blocks(request, 0)
     assert len(request.contents) == 2
 

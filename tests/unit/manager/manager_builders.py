@@ -105,7 +105,7 @@ def generate_request(*ids: int, request_id: str = "", **changes: Any) -> pb.Gene
 
 def output(*token_ids: int, request_id: str = "r", finish: FinishReason | None = None, **changes: Any) -> RequestOutput:
     """What one step brought."""
-    return RequestOutput(request_id=request_id, token_ids=list(token_ids), logprobs=[], finish_reason=finish, **changes)
+    return RequestOutput(request_id, list(token_ids), finish_reason=finish, **changes)
 
 
 def int32s(data: bytes) -> list[int]:
