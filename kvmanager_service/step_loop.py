@@ -92,6 +92,8 @@ class StepLoop:
         for request_id, sink in self._sinks.items():
             sink.push(RequestOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error))
         self._sinks.clear()
+        if self.scheduler is not None:
+            self.scheduler.outstanding.clear()  # nobody takes their results any more
         self._idle.set()
 
     async def wait_idle(self) -> None:

@@ -401,6 +401,26 @@ async def test_manager_terminated_under_load_finishes_what_runs_and_takes_nothin
     assert not cluster.manager.events("manager_stopped")[0]["forced"]
 
 
+async def test_manager_drained_the_next_one_adopts_every_block_down_to_the_last(cluster: Cluster) -> None:
+    """The tag of a block that the very last step filled travels in a step of its own."""
+    cluster.start({"lease_ms": 1_000}, sim_step_ms=20)
+    jobs = [Job(random_prompt(random.Random(30 + index), 33), 48) for index in range(3)]
+    async with cluster.client() as client:
+        async with Running(client, jobs) as running:
+            await running.progressed(5)
+            cluster.manager.signal(signal.SIGTERM)
+            await running.finished()
+        assert await cluster.manager.exit_status() == 0
+
+        cluster.start_manager()
+        await cluster.manager.logged("executor_active")
+        # The last token of an output has been sampled, and never computed.
+        sequels = [Job(job.prompt + job.token_ids, 1) for job in jobs]
+        async with Running(client, sequels) as again:
+            await again.finished()
+    assert [job.cached_tokens for job in sequels] == [33 + 48 - 1] * len(jobs)
+
+
 async def test_manager_whose_drain_times_out_ends_what_is_left_unavailable(cluster: Cluster) -> None:
     cluster.start({"drain_timeout_s": 0.2, "max_num_seqs": 6})
     jobs = [Job([index, 1], 4_000) for index in range(8)]  # two of them wait
