@@ -101,6 +101,10 @@ class ExecutorConfig(BaseSettings):
     )
     num_threads: int | None = Field(None, ge=1, description="CPU threads to compute with. Default: torch's own.")
     cache_dir: Path | None = Field(None, description="Folder for converted models. Default: the user's cache folder.")
+    exit_with_parent: bool = Field(
+        False,
+        description="End at once when standard input ends: for a program that starts this one and holds the other end.",
+    )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Lowest level logged.")
     log_format: LogFormat = Field("console", description="console for people, json for one JSON object a line.")
     sim_step_ms: float = Field(0.0, ge=0, le=60_000, description="sim: how long a step takes, in milliseconds.")
@@ -145,13 +149,13 @@ def _build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     for name, field in ExecutorConfig.model_fields.items():
-        parser.add_argument(
-            _flag(name),
-            dest=name,
-            default=argparse.SUPPRESS,
-            metavar=_metavar(field),
-            help=_help(name, field).replace("%", "%%"),
-        )
+        text = _help(name, field).replace("%", "%%")
+        if field.annotation is bool:
+            action = argparse.BooleanOptionalAction
+            parser.add_argument(_flag(name), dest=name, action=action, default=argparse.SUPPRESS, help=text)
+        else:
+            metavar = _metavar(field)
+            parser.add_argument(_flag(name), dest=name, default=argparse.SUPPRESS, metavar=metavar, help=text)
     return parser
 
 

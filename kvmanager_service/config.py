@@ -89,6 +89,10 @@ class ManagerConfig(BaseSettings):
         allow_inf_nan=False,
         description="How long running requests may take to finish at a stop, in seconds.",
     )
+    exit_with_parent: bool = Field(
+        False,
+        description="End at once when standard input ends: for a program that starts this one and holds the other end.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe event to log.")
     log_format: Literal["console", "json"] = Field("console", description="For people, or one JSON object a line.")
 

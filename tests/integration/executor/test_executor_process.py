@@ -27,9 +27,10 @@ PATHS = os.pathsep.join(path for path in sys.path if path)
 
 
 @contextmanager
-def process(*flags, command=("-m", "executor_service"), **environment):
+def process(*flags, command=("-m", "executor_service"), stdin=None, **environment):
     running = subprocess.Popen(
         [sys.executable, *command, *SIM, "--sim-vocab-size", str(VOCAB_SIZE), *flags],
+        stdin=stdin,
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": PATHS} | environment,
@@ -124,9 +125,8 @@ def test_process_port_that_is_taken_is_logged_and_exits_1():
             assert second.wait(timeout=60) == 1
 
 
-def test_process_stopped_while_it_loads_exits_0():
-    """The backend's load outlasts the test; the process must not wait for it."""
-    code = """
+# The backend's load outlasts the test.
+LOADS_FOR_EVER = """
 import sys, threading
 from executor_service.backends import sim_backend
 from executor_service.__main__ import main
@@ -138,10 +138,37 @@ def load(self):
 sim_backend.SimBackend.load = load
 main()
 """
-    with process(command=("-c", code)) as running:
+
+
+def test_process_stopped_while_it_loads_does_not_wait_for_it_and_exits_0():
+    with process(command=("-c", LOADS_FOR_EVER)) as running:
         wait_for(running, "load_has_begun")
         running.send_signal(signal.SIGTERM)
         wait_for(running, "compute_abandoned")
+        assert running.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "event"),
+    [(("-c", LOADS_FOR_EVER), "load_has_begun"), (("-m", "executor_service"), "executor_ready")],
+    ids=["loading", "ready"],
+)
+def test_process_with_exit_with_parent_ends_at_the_end_of_standard_input(command, event):
+    with process("--exit-with-parent", command=command, stdin=subprocess.PIPE) as running:
+        wait_for(running, event)
+        running.stdin.write("what is written there changes nothing")
+        running.stdin.flush()
+        assert running.poll() is None
+        running.stdin.close()
+        assert running.wait(timeout=60) == 1
+        assert "executor_stopped" not in running.stderr.read()
+
+
+def test_process_without_exit_with_parent_outlives_standard_input():
+    with process(stdin=subprocess.DEVNULL) as running:
+        wait_for(running, "executor_ready")
+        running.send_signal(signal.SIGTERM)
+        wait_for(running, "executor_stopped")
         assert running.wait(timeout=60) == 0
 
 

@@ -26,6 +26,7 @@ async def spawn(*arguments: str, **extra: str) -> asyncio.subprocess.Process:
         "kvmanager_service",
         *arguments,
         env=environment,
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -58,6 +59,21 @@ async def test_process_without_executor_is_unavailable_and_stops_at_a_signal(num
     assert process.returncode == 0, rest.decode()
     assert events[0] == "signal_received"
     assert events[-1] == "manager_stopped"
+
+
+@pytest.mark.parametrize(("flag", "status"), [("--exit-with-parent", 1), ("--no-exit-with-parent", 0)])
+async def test_process_with_exit_with_parent_ends_at_the_end_of_standard_input(flag: str, status: int) -> None:
+    process = await spawn("--port", "0", "--log-format", "json", flag)
+    port = await wait_started(process)
+    assert process.stdin is not None
+    process.stdin.close()
+    if status == 0:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        process.send_signal(signal.SIGTERM)
+    _, rest = await process.communicate()
+    assert process.returncode == status
+    assert ("manager_stopped" in rest.decode()) is (status == 0)
 
 
 async def test_process_bad_setting_exits_2_and_says_why() -> None:
