@@ -1,7 +1,8 @@
 """One child process of ``kvplane up``: started, read, stopped.
 
 Station: below the supervisor. A child runs in a session of its own, so that Ctrl-C in the terminal reaches the
-supervisor alone and it decides the order in which the children stop.
+supervisor alone and it decides the order in which the children stop. Its standard input is a pipe into which nothing is
+written: when this process is gone, even by SIGKILL, the pipe ends, and a child started with --exit-with-parent with it.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class ChildProcess:
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *self.spec.argv,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,

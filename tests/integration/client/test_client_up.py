@@ -8,12 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from kvplane_client.cli.up import server_address
+from kvplane_client.cli.local_server import LocalServer
 
 # Serves the scripted manager; its one executor is whatever process last wrote its id beside the argument file.
 MANAGER = """
@@ -67,9 +69,9 @@ while True: time.sleep(0.01)
 class Up:
     """A running ``kvplane up`` that tells what happens as JSON lines."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, stand_ins: bool = True) -> None:
         self.folder = folder
-        for name, program in (("kvmanager_service", MANAGER), ("executor_service", EXECUTOR)):
+        for name, program in (("kvmanager_service", MANAGER), ("executor_service", EXECUTOR)) if stand_ins else ():
             (folder / name).mkdir()
             (folder / name / "__init__.py").write_text("")
             (folder / name / "__main__.py").write_text(program)
@@ -114,10 +116,17 @@ def running(tmp_path: Path) -> Iterator[list[Up]]:
 
 def alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        # One that nobody waits for, since its parent was killed, has ended too.
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
         return False
-    return True
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"expected {what}; it did not come in 60 s"
+        time.sleep(0.01)
 
 
 def test_up_is_ready_then_stops_in_order_on_interrupt(tmp_path: Path, running: list[Up]) -> None:
@@ -141,12 +150,13 @@ def test_up_is_ready_then_stops_in_order_on_interrupt(tmp_path: Path, running: l
     assert not alive(ready["manager_pid"])
     assert not alive(ready["executor_pid"])
     assert up.arguments_of("manager") == [
-        "--host", "127.0.0.1", "--port", port, "--log-format", "json", "--max-num-seqs", "3", "--policy", "priority",
-        "--drain-timeout-s", "20.0", "--queue-ahead=false",
+        "--host", "127.0.0.1", "--port", port, "--log-format", "json", "--exit-with-parent", "--max-num-seqs", "3",
+        "--policy", "priority", "--drain-timeout-s", "20.0", "--queue-ahead=false",
     ]  # fmt: skip
     assert up.arguments_of("executor") == [
-        "--manager", f"localhost:{port}", "--port", "0", "--log-format", "json", "--backend", "sim", "--memory-limit",
-        "1GiB", "--num-blocks-override", "9", "--block-size", "8", "--max-model-len", "64", "--num-threads", "1",
+        "--manager", f"localhost:{port}", "--port", "0", "--log-format", "json", "--exit-with-parent", "--backend",
+        "sim", "--memory-limit", "1GiB", "--num-blocks-override", "9", "--block-size", "8", "--max-model-len", "64",
+        "--num-threads", "1",
     ]  # fmt: skip
     assert '"model_loaded"' in (tmp_path / "state" / "executor.log").read_text()
 
@@ -165,6 +175,37 @@ def test_up_restarts_a_killed_executor_and_says_when_it_serves_again(tmp_path: P
     assert up.interrupt()[0] == 0
 
 
+@pytest.mark.parametrize("when", ["loading", "ready"])
+def test_up_killed_takes_the_real_services_with_it(tmp_path: Path, running: list[Up], when: str) -> None:
+    up = Up(tmp_path, "--backend", "sim", "--port", "0", "--json", stand_ins=False)
+    running.append(up)
+    children = psutil.Process(up.process.pid).children
+    if when == "loading":
+        until(lambda: len(children()) == 2, "both services to be started")
+    else:
+        assert up.event()["event"] == "ready"
+    services = [child.pid for child in children()]
+
+    up.process.kill()
+    up.process.wait()
+
+    assert len(services) == 2
+    until(lambda: not any(map(alive, services)), "both services to end with it")
+
+
+def test_up_interrupted_lets_the_real_services_stop_in_order(tmp_path: Path, running: list[Up]) -> None:
+    up = Up(tmp_path, "--backend", "sim", "--port", "0", "--json", stand_ins=False)
+    running.append(up)
+    up.event()
+
+    code, stdout, stderr = up.interrupt()
+
+    assert (code, stdout, stderr) == (0, '{"event": "stopping"}\n', "")
+    for service in ("manager", "executor"):
+        log = (tmp_path / "state" / f"{service}.log").read_text().splitlines()
+        assert json.loads(log[-1])["event"] == f"{service}_stopped"
+
+
 def test_up_shows_why_an_executor_could_not_start(tmp_path: Path, running: list[Up]) -> None:
     up = Up(tmp_path, "--model", "./weights", "--port", "0", "--executor-arg=--broken")
     running.append(up)
@@ -176,7 +217,8 @@ def test_up_shows_why_an_executor_could_not_start(tmp_path: Path, running: list[
     assert "ValueError: no such model" in stderr
     assert str(tmp_path / "state" / "executor.log") in stderr
     assert "Traceback" not in stderr
-    assert up.arguments_of("executor")[:2] == ["--model", "./weights"]
+    arguments = up.arguments_of("executor")
+    assert arguments[arguments.index("--model") + 1] == "./weights"
 
 
 def test_up_for_people_tells_progress_and_what_to_try(tmp_path: Path, running: list[Up]) -> None:
@@ -210,8 +252,8 @@ def test_up_for_people_tells_progress_and_what_to_try(tmp_path: Path, running: l
         ("10.0.0.7", "10.0.0.7:9"),
     ],
 )
-def test_server_address_is_one_that_can_be_reached(host: str, address: str) -> None:
-    assert server_address(host, 9) == address
+def test_address_is_one_that_can_be_reached(host: str, address: str) -> None:
+    assert LocalServer(host, 9, Path()).address == address
 
 
 def test_up_refuses_a_port_in_use(tmp_path: Path, running: list[Up]) -> None:
