@@ -48,8 +48,8 @@ class ParsedStep:
     """A checked step that still lacks the tokens fed from the step before.
 
     Shape:
-        as in `StepBatch`; fed_rows, feed_index: (F,), the rows that are fed and from which sampled token;
-        written_blocks: (groups * T,), repeats allowed.
+        as in `StepBatch`; fed_rows, fed_places, feed_index: (F,), the rows that are fed, where in token_ids, and from
+        which sampled token; written_blocks: (groups * T,), repeats allowed.
 
     Invariants:
         token_ids is private and writable when rows are fed, with 0 at their places; all else is read-only.
@@ -63,6 +63,7 @@ class ParsedStep:
     slot_mappings: Sequence[npt.NDArray[np.int64]]
     written_blocks: npt.NDArray[np.int64]
     fed_rows: npt.NDArray[np.int64]
+    fed_places: Int32
     feed_index: Int32
     sampling: SamplingBatch | None
     tag_block_ids: Sequence[int]
@@ -78,9 +79,10 @@ def parse_step(request: pb.ExecuteRequest, limits: StepLimits) -> ParsedStep:
     query_indptr, token_ids = _rows(request, limits)
     num_rows = len(query_indptr) - 1
     fed_rows, feed_index = _feeds(request, num_rows)
+    fed_places = query_indptr[fed_rows + 1] - np.int32(1)
     if len(fed_rows):
         token_ids = token_ids.copy()
-        token_ids[query_indptr[fed_rows + 1] - 1] = 0
+        token_ids[fed_places] = 0
     require_range(token_ids, 0, limits.vocab_size, "token_ids")
     positions = _positions(request, query_indptr, limits)
     seq_lens = frozen(positions[query_indptr[1:] - 1] + np.int32(1))
@@ -97,6 +99,7 @@ def parse_step(request: pb.ExecuteRequest, limits: StepLimits) -> ParsedStep:
         slot_mappings=slots,
         written_blocks=frozen(np.concatenate(slots) // limits.block_size),
         fed_rows=fed_rows,
+        fed_places=fed_places,
         feed_index=feed_index,
         sampling=limits.sampling.parse(request.sampling, seq_lens) if request.HasField("sampling") else None,
         tag_block_ids=tag_block_ids,
@@ -118,13 +121,18 @@ def fill_batch(step_id: int, step: ParsedStep, sampled_before: Int32) -> tuple[S
     Raises:
         InvalidFieldError: feeds_from names a token the step before did not sample.
     """
-    sampling, failed = step.sampling, []
+    sampling = step.sampling
+    failed: list[int] = []
     if len(step.fed_rows):
-        _require_sampled(step, len(sampled_before))
-        tokens = sampled_before[step.feed_index]
-        failed = step.fed_rows[tokens < 0].tolist()
-        tokens = np.maximum(tokens, 0)
-        step.token_ids[step.query_indptr[step.fed_rows + 1] - 1] = tokens
+        # The backend waits for this: no more array calls than it takes.
+        try:
+            tokens = sampled_before[step.feed_index]
+        except IndexError:
+            raise _not_sampled(step, len(sampled_before)) from None
+        if tokens.min() < 0:
+            failed = step.fed_rows[tokens < 0].tolist()
+            tokens = np.maximum(tokens, 0)
+        step.token_ids[step.fed_places] = tokens
         if sampling is not None and sampling.histories:
             fed = dict(zip(step.fed_rows.tolist(), tokens.tolist(), strict=True))
             sampling = dataclasses.replace(sampling, histories=_extended(sampling, fed))
@@ -251,13 +259,11 @@ def _tags(request: pb.ExecuteRequest, limits: StepLimits) -> tuple[list[int], li
     return block_ids.tolist(), tags
 
 
-def _require_sampled(step: ParsedStep, num_sampled: int) -> None:
-    """Check that feeds_from names tokens that the step before sampled."""
-    beyond = step.feed_index >= num_sampled
-    if beyond.any():
-        place = int(np.argmax(beyond))
-        expected = f"-1 or an index into the {num_sampled} tokens of the step before"
-        raise InvalidFieldError(f"feeds_from[{int(step.fed_rows[place])}]", expected, int(step.feed_index[place]))
+def _not_sampled(step: ParsedStep, num_sampled: int) -> InvalidFieldError:
+    """Name the first of the feeds that names a token which the step before did not sample."""
+    place = int(np.argmax(step.feed_index >= num_sampled))
+    expected = f"-1 or an index into the {num_sampled} tokens of the step before"
+    return InvalidFieldError(f"feeds_from[{int(step.fed_rows[place])}]", expected, int(step.feed_index[place]))
 
 
 def _extended(sampling: SamplingBatch, fed: dict[int, int]) -> dict[int, PenaltyHistory]:

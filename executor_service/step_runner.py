@@ -62,7 +62,7 @@ class _QueuedStep:
     read_ns: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _FinishedStep:
     """A step that ran, before its response is built.
 
