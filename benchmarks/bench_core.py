@@ -17,6 +17,7 @@ import time
 from array import array
 from collections.abc import Callable
 
+from kvmanager_service.core import is_compiled
 from kvmanager_service.core.block import KVCacheBlock
 from kvmanager_service.core.block_hash import default_hash, hash_block_tokens
 from kvmanager_service.core.block_pool import BlockPool
@@ -221,6 +222,7 @@ def main() -> None:
     if arguments.json:
         print(json.dumps({name: {"unit": unit, "median": statistics.median(values)} for name, unit, values in figures}))
         return
+    print(f"core: {'compiled by mypyc' if is_compiled() else 'pure Python'}")
     for name, unit, values in figures:
         median = statistics.median(values)
         print(f"{name:<48} {median:>10.2f} {unit}   spread {(max(values) - min(values)) / median:.0%}")

@@ -21,6 +21,7 @@ from kvplane.kvmanager.v1.inference_service_pb2_grpc import InferenceServiceStub
 from kvplane.kvmanager.v1.kv_manager_service_pb2_grpc import KvManagerServiceStub
 
 from benchmarks.cluster import running_cluster
+from kvmanager_service.core import is_compiled
 
 WARMUP_MESSAGES = 50
 
@@ -91,7 +92,11 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(figures))
         return
-    print(f"{arguments.streams} streams, {arguments.step_ms} ms steps, queue ahead: {not arguments.no_queue_ahead}")
+    core = "compiled by mypyc" if is_compiled() else "pure Python"
+    print(
+        f"{arguments.streams} streams, {arguments.step_ms} ms steps, queue ahead: {not arguments.no_queue_ahead}, "
+        f"core: {core}"
+    )
     print(f"  steps per second   {rate:.1f} of {ideal:.0f}: {rate / ideal:.3f}")
     print(f"  added to a step    p50 {figures['added_us_p50']:.0f} us, p99 {figures['added_us_p99']:.0f} us")
 

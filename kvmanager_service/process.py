@@ -13,6 +13,7 @@ import time
 import structlog
 
 from kvmanager_service.config import ManagerConfig
+from kvmanager_service.core import is_compiled
 from kvmanager_service.engine_loop import EngineLoop
 from kvmanager_service.racing import first_of
 from kvmanager_service.registry import ExecutorRegistry
@@ -39,7 +40,13 @@ async def serve(config: ManagerConfig) -> None:
     await server.start()
     await engine.start()
     leases = asyncio.create_task(registry.watch(), name="registry-leases")
-    _log.info("manager_started", host=config.host, port=server.port, manager_id=server.manager_id)
+    _log.info(
+        "manager_started",
+        host=config.host,
+        port=server.port,
+        manager_id=server.manager_id,
+        core="compiled" if is_compiled() else "python",
+    )
     await drain.wait()
     registry.drain()
     await first_of(engine.drain(config.drain_timeout_s), stop_now.wait())

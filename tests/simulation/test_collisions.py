@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from array import array
 
+import pytest
+
 from executor_service.backends.sim_digest import expected_tokens
 from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
@@ -32,6 +34,7 @@ class CountingKVCacheManager(KVCacheManager):
         self.pool.get_cached_block = get_cached_block  # type: ignore[method-assign,assignment]
 
 
+@pytest.mark.patches_core
 def test_simulation_one_byte_hash_thousands_of_collisions_and_no_wrong_output() -> None:
     rng = random.Random(5)
     config = SchedulerConfig(max_waiting=4000, max_num_seqs=64, max_num_batched_tokens=512, watermark=0.0)

@@ -27,6 +27,7 @@ def test_simulation_random_faults_every_output_is_the_oracles(seed: int) -> None
     Chaos(seed).run()
 
 
+@pytest.mark.patches_core
 @pytest.mark.parametrize("one_byte", [False, True])
 def test_simulation_request_is_admitted_whenever_a_lookup_finds_enough(
     one_byte: bool, monkeypatch: pytest.MonkeyPatch

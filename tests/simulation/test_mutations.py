@@ -18,6 +18,8 @@ from kvmanager_service.core.tag_outbox import Tag
 from tests.simulation.chaos import Chaos
 from tests.simulation.test_faults import live_through_a_failed_twin
 
+pytestmark = pytest.mark.patches_core
+
 MAX_SEEDS = 150
 
 Mutation = Callable[[pytest.MonkeyPatch], None]

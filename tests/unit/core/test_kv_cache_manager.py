@@ -131,6 +131,7 @@ def test_get_computed_blocks_hash_without_the_parent_is_caught_by_the_parents_id
     assert block_ids(kv.get_computed_blocks(third)) == [other.blocks[0].block_id]
 
 
+@pytest.mark.patches_core
 def test_get_computed_blocks_hash_without_the_parent_and_no_proof_shares_the_wrong_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

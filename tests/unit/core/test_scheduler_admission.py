@@ -234,6 +234,7 @@ def test_schedule_same_prompt_in_one_step_is_shared_provisionally() -> None:
     scheduler.check_integrity()
 
 
+@pytest.mark.patches_core
 @pytest.mark.parametrize("shared", ["nothing", "what others hold", "what nobody holds"])
 def test_schedule_blocked_head_looks_nothing_up_until_blocks_come_free(
     shared: str, monkeypatch: pytest.MonkeyPatch

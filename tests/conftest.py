@@ -1,0 +1,19 @@
+"""What every run of the tests says of itself, and makes sure of."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from kvmanager_service.core import is_compiled
+
+
+def pytest_report_header() -> str:
+    return f"core: {'compiled by mypyc' if is_compiled() else 'pure Python'}"
+
+
+def pytest_sessionstart() -> None:
+    """A run that is meant for the compiled core must not pass on the other one."""
+    if (os.environ.get("KVPLANE_CORE") == "compiled") != is_compiled():
+        pytest.exit(f"KVPLANE_CORE={os.environ.get('KVPLANE_CORE')!r}, but compiled: {is_compiled()}", returncode=2)
