@@ -6,8 +6,8 @@ its requests are as the scheduler left them.
 
 from __future__ import annotations
 
+import functools
 from array import array
-from collections.abc import Iterable
 from itertools import pairwise
 
 from kvplane.common.v1.common_pb2 import Int32Array
@@ -116,7 +116,8 @@ def _build_sampling(rows: list[ScheduledRow]) -> pb.SamplingBatch:
     return batch
 
 
-def _token_sampling(params: SamplingParams, suppressed: Iterable[int]) -> pb.TokenSampling:
+@functools.lru_cache(maxsize=256)  # a step sends the same ones as the step before
+def _token_sampling(params: SamplingParams, suppressed: frozenset[int]) -> pb.TokenSampling:
     return pb.TokenSampling(
         temperature=params.temperature,
         top_k=params.top_k,
