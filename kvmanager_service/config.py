@@ -43,8 +43,23 @@ class ManagerConfig(BaseSettings):
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 for every interface.")
     port: int = Field(50051, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one.")
-    policy: Literal["fcfs", "priority"] = Field(
-        "fcfs", description="Order of service: first come first served, or lower priority value first."
+    policy: Literal["fcfs", "priority", "fair"] = Field(
+        "fcfs",
+        description="Order of service: first come first served, lower priority value first, or the tenant first that"
+        " was served least.",
+    )
+    fair_input_weight: float = Field(
+        1.0, gt=0.0, le=1000.0, description="What a computed prompt token counts for its tenant under the fair policy."
+    )
+    fair_output_weight: float = Field(
+        2.0, gt=0.0, le=1000.0, description="What a generated token counts for its tenant under the fair policy."
+    )
+    fair_cached_weight: float = Field(
+        0.0,
+        ge=0.0,
+        le=1000.0,
+        description="What a prompt token found in the prefix cache counts under the fair policy; at most"
+        " fair_input_weight. 0 charges a tenant for what is computed for it and nothing else.",
     )
     max_num_batched_tokens: int = Field(
         2048,
@@ -102,6 +117,11 @@ class ManagerConfig(BaseSettings):
             raise ValueError(
                 f"max_num_seqs at most max_num_batched_tokens ({self.max_num_batched_tokens}), since each running"
                 f" request computes at least one token a step; got {self.max_num_seqs}"
+            )
+        if self.fair_cached_weight > self.fair_input_weight:
+            raise ValueError(
+                f"fair_cached_weight at most fair_input_weight ({self.fair_input_weight}), since a token that is found"
+                f" costs no more than one that is computed; got {self.fair_cached_weight}"
             )
         return self
 

@@ -24,6 +24,7 @@ __all__ = ["check_request", "check_request_id", "to_new_request", "to_sampling",
 
 MAX_ID_CHARS = 256
 MAX_SALT_CHARS = 256
+MAX_TENANT_CHARS = 256
 MAX_BIASES = 1_024
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -42,6 +43,7 @@ def check_request(request: pb.GenerateRequest, model: ModelView) -> SamplingPara
     """
     check_request_id(request.request_id)
     _check_length("cache_salt", request.cache_salt, 0, MAX_SALT_CHARS)
+    _check_length("tenant", request.tenant, 0, MAX_TENANT_CHARS)
     if request.WhichOneof("prompt") is None:
         raise _invalid("prompt", "text, token_ids or chat", "none of them", "set one")
     _check_fits_model(len(request.token_ids.ids), model)
@@ -94,6 +96,7 @@ def to_new_request(
         cache_salt=request.cache_salt,
         resumed=_little_endian(resumed),
         arrival_time=arrival_time,
+        tenant=request.tenant,
     )
 
 

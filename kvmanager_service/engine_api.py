@@ -35,6 +35,7 @@ __all__ = [
     "PoolView",
     "RequestView",
     "StopMatch",
+    "TenantView",
 ]
 
 
@@ -88,6 +89,16 @@ class PoolView:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantView:
+    """One tenant with open requests; `TenantStats`."""
+
+    tenant: str
+    requests_waiting: int
+    requests_running: int
+    served: float
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """The manager at one moment; `GetStatsResponse` without its settings, which the servicer has from the config."""
 
@@ -106,6 +117,7 @@ class EngineStats:
     prefix_queries: int = 0
     prefix_hits: int = 0
     blocks_evicted: int = 0
+    tenants: Sequence[TenantView] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +142,7 @@ class RequestView:
     arrival_time: float
     age_seconds: float
     finish_reason: FinishReason | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,9 @@ from typing import overload
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.request import Request, RequestStatus
 from kvmanager_service.core.scheduler import Scheduler
-from kvmanager_service.engine_api import BlockView, EngineStats, ManagerState, PoolView, RequestView
+from kvmanager_service.engine_api import BlockView, EngineStats, ManagerState, PoolView, RequestView, TenantView
+
+MAX_TENANTS_SHOWN = 1_000
 
 
 def engine_stats(uptime_seconds: float, state: ManagerState, scheduler: Scheduler | None, kv_epoch: int) -> EngineStats:
@@ -42,7 +44,21 @@ def engine_stats(uptime_seconds: float, state: ManagerState, scheduler: Schedule
         prefix_queries=stats.prefix_queries,
         prefix_hits=stats.prefix_hits,
         blocks_evicted=stats.blocks_evicted + pool.num_evictions,
+        tenants=_tenant_views(scheduler),
     )
+
+
+def _tenant_views(scheduler: Scheduler) -> list[TenantView]:
+    """Tenants with open requests, the most served first."""
+    counts: dict[str, list[int]] = {}
+    for request in scheduler.requests.values():
+        counts.setdefault(request.tenant, [0, 0])[request.status is RequestStatus.RUNNING] += 1
+    views = [
+        TenantView(tenant, waiting, running, scheduler.waiting.served(tenant))
+        for tenant, (waiting, running) in counts.items()
+    ]
+    views.sort(key=lambda view: (-view.served, view.tenant))
+    return views[:MAX_TENANTS_SHOWN]
 
 
 def request_views(scheduler: Scheduler, now: float, *, include_finished: bool) -> list[RequestView]:
@@ -74,6 +90,7 @@ def _request_view(request: Request, now: float) -> RequestView:
         arrival_time=request.arrival_time,
         age_seconds=max(0.0, now - request.arrival_time),
         finish_reason=request.finish_reason,
+        tenant=request.tenant,
     )
 
 

@@ -19,6 +19,7 @@ from kvplane.executor.v1.executor_service_pb2 import ExecuteResponse
 
 from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.errors import CoreError
+from kvmanager_service.core.fair_queue import FairWeights
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import FinishReason, NewRequest, RequestOutput
 from kvmanager_service.core.scheduler import Scheduler
@@ -209,4 +210,7 @@ def _scheduler_config(config: ManagerConfig) -> SchedulerConfig:
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         watermark=config.watermark,
         max_outstanding=2 if config.queue_ahead else 1,
+        fair_weights=FairWeights(
+            input=config.fair_input_weight, output=config.fair_output_weight, cached=config.fair_cached_weight
+        ),
     )

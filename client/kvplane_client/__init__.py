@@ -32,6 +32,7 @@ from kvplane_client.manager_types import (
     RequestStatus,
     SchedulerSettings,
     Stats,
+    TenantStats,
 )
 from kvplane_client.many import ManyStream
 from kvplane_client.many_request import ManyRequest
@@ -87,6 +88,7 @@ __all__ = [
     "Stats",
     "StopMatch",
     "SyncGenerationStream",
+    "TenantStats",
     "TokenLogprob",
     "TokenLogprobs",
     "UnavailableError",

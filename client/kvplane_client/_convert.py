@@ -98,6 +98,9 @@ def stats_from(stats: manager_pb.GetStatsResponse) -> mt.Stats:
         prefix_hits=stats.prefix_hits,
         blocks_evicted=stats.blocks_evicted,
         settings=_settings_from(stats.settings),
+        tenants=tuple(
+            mt.TenantStats(one.tenant, one.requests_waiting, one.requests_running, one.served) for one in stats.tenants
+        ),
     )
 
 
@@ -114,6 +117,9 @@ def _settings_from(settings: manager_pb.SchedulerSettings) -> mt.SchedulerSettin
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
         enable_prefix_caching=settings.enable_prefix_caching,
         queue_ahead=settings.queue_ahead,
+        fair_input_weight=settings.fair_input_weight,
+        fair_output_weight=settings.fair_output_weight,
+        fair_cached_weight=settings.fair_cached_weight,
     )
 
 
@@ -131,6 +137,7 @@ def request_from(info: manager_pb.RequestInfo) -> mt.RequestInfo:
         block_table=tuple(info.block_table),
         age_seconds=info.age_seconds,
         finish_reason=finish_reason_from(info.finish_reason),
+        tenant=info.tenant,
     )
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "RequestStatus",
     "SchedulerSettings",
     "Stats",
+    "TenantStats",
 ]
 
 
@@ -118,6 +119,26 @@ class SchedulerSettings:
     long_prefill_token_threshold: int
     enable_prefix_caching: bool
     queue_ahead: bool
+    fair_input_weight: float
+    fair_output_weight: float
+    fair_cached_weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStats:
+    """One tenant with a waiting or running request.
+
+    Attributes:
+        tenant: As requests name it; empty is that of the requests that name none.
+        requests_waiting: Its requests that wait, preempted ones included.
+        requests_running: Its requests that hold blocks.
+        served: Its counter under the fair policy; only differences mean anything. 0 under the other policies.
+    """
+
+    tenant: str
+    requests_waiting: int
+    requests_running: int
+    served: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +161,7 @@ class Stats:
     prefix_hits: int
     blocks_evicted: int
     settings: SchedulerSettings
+    tenants: tuple[TenantStats, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +179,7 @@ class RequestInfo:
     block_table: tuple[int, ...]
     age_seconds: float
     finish_reason: FinishReason | None
+    tenant: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,7 @@ class GenerateOptions(TypedDict, total=False):
     Request:
         priority: Under the priority policy a lower value is served first.
         cache_salt: Only requests with the same salt share cached blocks.
+        tenant: Whose request it is, at most 256 characters: under the fair policy each tenant gets its share.
         request_id: Names the request, at most 256 characters. Default: a random one.
         deadline: Seconds from now within which the request, retries included, must have ended. Default: the client's
             timeout.
@@ -106,6 +107,7 @@ class GenerateOptions(TypedDict, total=False):
     include_stop: bool | None
     priority: int | None
     cache_salt: str | None
+    tenant: str | None
     request_id: str | None
     deadline: float | None
 

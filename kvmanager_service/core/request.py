@@ -64,6 +64,7 @@ class NewRequest:
         resumed: output tokens of an earlier stream, in the same form; they count as output and are not emitted.
         seed: the random seed, drawn by the caller when the client set none.
         arrival_time: seconds on the caller's clock; orders requests of one priority.
+        tenant: whose request it is, for the fair policy; empty is a tenant, too.
     """
 
     request_id: str
@@ -75,6 +76,7 @@ class NewRequest:
     cache_salt: str = ""
     resumed: bytes = b""
     arrival_time: float = 0.0
+    tenant: str = ""
 
 
 class RequestStatus(enum.Enum):
@@ -200,6 +202,7 @@ class Request:
         "seed",
         "status",
         "stop_token_ids",
+        "tenant",
         "token_bytes",
         "was_admitted",
     )
@@ -211,6 +214,7 @@ class Request:
         self.min_tokens = new.stop.min_tokens
         self.seed = new.seed
         self.priority = new.priority
+        self.tenant = new.tenant
         self.arrival_time = new.arrival_time
         self.arrival_seq = arrival_seq
         self.extra_keys = (

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import deque
 
 from kvmanager_service.core.errors import CoreError, DuplicateRequestError, QueueFullError, UnknownRequestError
+from kvmanager_service.core.policies import make_queue
 from kvmanager_service.core.request import FinishReason, NewRequest, Request, RequestOutput, RequestStatus
-from kvmanager_service.core.request_queue import POLICIES
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 
 KEPT_FINISHED = 256
@@ -36,7 +36,7 @@ class RequestBook:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.requests: dict[str, Request] = {}
-        self.waiting = POLICIES[config.policy]()
+        self.waiting = make_queue(config.policy, config.fair_weights)
         self.running: dict[str, Request] = {}
         self.finished: deque[Request] = deque(maxlen=KEPT_FINISHED)
         self.num_finished: dict[str, int] = {}
@@ -111,6 +111,7 @@ class RequestBook:
         else:
             self._num_requeued -= request.status is RequestStatus.PREEMPTED
             self.waiting.remove(request)
+        self.waiting.ended(request)
         request.status = RequestStatus.FINISHED
         self.finished.append(request)
 

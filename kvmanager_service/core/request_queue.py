@@ -1,7 +1,7 @@
 """Waiting requests, in the order a policy admits them.
 
-Station: owned by `Scheduler`. A policy is one small class; the scheduler asks it three things: who is next, who is
-sacrificed, where a preempted request goes.
+Station: owned by `Scheduler`; `policies` makes one. A policy is one small class; the scheduler asks it three things:
+who is next, who is sacrificed, where a preempted request goes. What was served, and who has ended, it is told.
 """
 
 from __future__ import annotations
@@ -36,6 +36,24 @@ class RequestQueue(ABC):
     @abstractmethod
     def victims(self, running: Sequence[Request]) -> Iterator[Request]:
         """Running requests in the order they are sacrificed. `running` is in order of admission."""
+
+    @property
+    def is_metered(self) -> bool:
+        """Whether `charge_token` wants to be called for every output token."""
+        return False
+
+    def charge_input(self, request: Request) -> None:  # noqa: B027 - most policies do not count
+        """A request was admitted for the first time; its table holds what the prefix cache had of it."""
+
+    def charge_token(self, request: Request) -> None:  # noqa: B027
+        """An output token of a request became known. Only called where `is_metered`."""
+
+    def ended(self, request: Request) -> None:  # noqa: B027
+        """A request has ended, and is not in the queue."""
+
+    def served(self, tenant: str) -> float:
+        """How much service a tenant got, where that is counted: 0 elsewhere."""
+        return 0.0
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -119,6 +137,3 @@ class PriorityQueue(RequestQueue):
 
     def __iter__(self) -> Iterator[Request]:
         return iter(sorted(self._requests.values(), key=lambda request: (request.priority, request.arrival_seq)))
-
-
-POLICIES: dict[str, type[RequestQueue]] = {"fcfs": FCFSQueue, "priority": PriorityQueue}

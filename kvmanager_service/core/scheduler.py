@@ -207,6 +207,7 @@ class Scheduler:
         self.book.start(request)
         if not request.was_admitted:
             request.was_admitted = True
+            self.waiting.charge_input(request)
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             if self.kv.enable_caching:
                 self.stats.prefix_queries += request.num_prompt_tokens
@@ -247,6 +248,7 @@ class Scheduler:
         self.stats.steps += 1
         self.stats.tokens_computed += step.num_tokens
         token_bytes = array("i", result.sampled).tobytes()
+        is_metered = self.waiting.is_metered
         for index, row in enumerate(step.rows):
             request = row.request
             if request.status is not _RUNNING or request.incarnation != row.incarnation:
@@ -259,6 +261,8 @@ class Scheduler:
                 self._suspects.clear(row)
             sample = row.sample_index
             if sample >= 0:
+                if is_metered:
+                    self.waiting.charge_token(request)
                 self._append(request, token_bytes[sample * TOKEN_BYTES : (sample + 1) * TOKEN_BYTES], sample, result)
 
     def _distrust(self, row: ScheduledRow, step_id: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvmanager_service.core.request_queue import POLICIES
+from kvmanager_service.core.fair_queue import DEFAULT_WEIGHTS, FairWeights
+from kvmanager_service.core.policies import POLICIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +13,7 @@ class SchedulerConfig:
     """Limits of the scheduler.
 
     Attributes:
-        policy: a name in `request_queue.POLICIES`.
+        policy: one of `policies.POLICIES`.
         max_num_batched_tokens: most tokens computed in a step.
         max_num_seqs: most requests running.
         max_waiting: most requests waiting for their first admission; preempted ones may exceed it.
@@ -20,6 +21,7 @@ class SchedulerConfig:
         watermark: share of the pool that an admission must leave free while others run, in [0, 1).
         max_outstanding: most steps without a result: 2 keeps one queued ahead, 1 does not. Not more: a row can be fed
             by the step right before it only.
+        fair_weights: what a token counts under the fair policy.
     """
 
     policy: str = "fcfs"
@@ -29,6 +31,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     watermark: float = 0.01
     max_outstanding: int = 2
+    fair_weights: FairWeights = DEFAULT_WEIGHTS
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

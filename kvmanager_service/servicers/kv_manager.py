@@ -13,7 +13,7 @@ from kvplane.kvmanager.v1 import kv_manager_service_pb2_grpc as pb_grpc
 
 from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.request import RequestStatus
-from kvmanager_service.engine_api import BlockView, Engine, EngineStats, ManagerState, RequestView
+from kvmanager_service.engine_api import BlockView, Engine, EngineStats, ManagerState, RequestView, TenantView
 from kvmanager_service.errors import RpcErrors
 from kvmanager_service.request_stream import FINISH_REASONS
 from kvmanager_service.servicers.paging import page_size, read_block_token, read_request_token, request_token
@@ -51,6 +51,9 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             enable_prefix_caching=config.enable_prefix_caching,
             queue_ahead=config.queue_ahead,
+            fair_input_weight=config.fair_input_weight,
+            fair_output_weight=config.fair_output_weight,
+            fair_cached_weight=config.fair_cached_weight,
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:  # noqa: N802
@@ -131,6 +134,7 @@ def _to_stats(stats: EngineStats, settings: pb.SchedulerSettings) -> pb.GetStats
         prefix_hits=stats.prefix_hits,
         blocks_evicted=stats.blocks_evicted,
         settings=settings,
+        tenants=map(_to_tenant_stats, stats.tenants),
     )
     if stats.pool is not None:
         response.pool.block_size = stats.pool.block_size
@@ -139,6 +143,15 @@ def _to_stats(stats: EngineStats, settings: pb.SchedulerSettings) -> pb.GetStats
         response.pool.cached_blocks = stats.pool.cached_blocks
         response.pool.kv_epoch = stats.pool.kv_epoch
     return response
+
+
+def _to_tenant_stats(view: TenantView) -> pb.TenantStats:
+    return pb.TenantStats(
+        tenant=view.tenant,
+        requests_waiting=view.requests_waiting,
+        requests_running=view.requests_running,
+        served=view.served,
+    )
 
 
 def _to_request_info(view: RequestView) -> pb.RequestInfo:
@@ -153,6 +166,7 @@ def _to_request_info(view: RequestView) -> pb.RequestInfo:
         num_preemptions=view.num_preemptions,
         block_table=view.block_table,
         age_seconds=view.age_seconds,
+        tenant=view.tenant,
     )
     if view.finish_reason is not None and view.finish_reason in FINISH_REASONS:
         info.finish_reason = FINISH_REASONS[view.finish_reason]

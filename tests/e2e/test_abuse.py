@@ -165,6 +165,7 @@ def bad_requests() -> Iterator[tuple[str, pb.GenerateRequest, grpc.StatusCode, s
     yield "no room", prompt([1] * MAX_MODEL_LEN), INVALID, "PROMPT_TOO_LONG", "prompt"
     yield "long id", request(request_id="x" * 257), INVALID, "INVALID_PARAMETER", "request_id"
     yield "long salt", request(cache_salt="x" * 257), INVALID, "INVALID_PARAMETER", "cache_salt"
+    yield "long tenant", request(tenant="x" * 257), INVALID, "INVALID_PARAMETER", "tenant"
     complete = request(resume_token_ids=pb.TokenIds(ids=[1, 2]), stopping=pb.StoppingParams(max_tokens=2))
     yield "complete", complete, INVALID, "INVALID_PARAMETER", "resume_token_ids"
     yield "text", pb.GenerateRequest(text="hello"), PRECONDITION, "NO_TOKENIZER", "prompt"

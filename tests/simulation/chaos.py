@@ -24,6 +24,7 @@ from kvmanager_service.core.errors import (
     RowFailedError,
 )
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.policies import POLICIES
 from kvmanager_service.core.request import TOKEN_BYTES, FinishReason, NewRequest, Request, SamplingParams, StopRules
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import BadResultError
@@ -86,7 +87,7 @@ class Chaos:
         caching = rng.random() < 0.95
         budget = rng.choice((rng.randint(1, 8), rng.randint(8, 64), 4096))
         config = SchedulerConfig(
-            policy=rng.choice(("fcfs", "priority")),
+            policy=rng.choice(POLICIES),
             max_num_batched_tokens=budget,
             max_num_seqs=rng.choice((1, 3, 8, 64)),
             max_waiting=rng.choice((2, 100)),
@@ -179,6 +180,7 @@ class Chaos:
             priority=rng.randint(0, 2),
             cache_salt=rng.choice(("", "", "mine", "yours")),
             resumed=token_bytes(expected[:num_resumed]),
+            tenant=rng.choice(("", "some", "others")),
         )
         reason = FinishReason.STOP if ends else FinishReason.LENGTH
         return Story(new, prompt + expected[:num_resumed], expected[num_resumed:], reason)

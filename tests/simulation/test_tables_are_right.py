@@ -35,12 +35,13 @@ def make_requests(rng: random.Random, count: int, max_len: int) -> list[tuple[Ne
             seed=rng.getrandbits(64),
             priority=rng.randint(0, 3),
             arrival_time=float(index),
+            tenant=f"t{index % 5}",
         )
         requests.append((new, prompt, max_tokens))
     return requests
 
 
-@pytest.mark.parametrize(("policy", "max_outstanding"), [("fcfs", 2), ("priority", 2), ("fcfs", 1)])
+@pytest.mark.parametrize(("policy", "max_outstanding"), [("fcfs", 2), ("priority", 2), ("fair", 2), ("fcfs", 1)])
 def test_random_load_on_a_small_pool_gives_the_oracles_tokens(policy: str, max_outstanding: int) -> None:
     seed = 20_240_611
     rng = random.Random(seed)

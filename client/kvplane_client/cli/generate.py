@@ -74,6 +74,7 @@ def generate(
     ] = False,
     priority: Annotated[int, typer.Option("--priority", help="Lower is served first (priority policy).")] = 0,
     cache_salt: Annotated[str | None, typer.Option("--cache-salt", help="Share cached blocks only with it.")] = None,
+    tenant: Annotated[str | None, typer.Option("--tenant", help="Whose request it is (fair policy).")] = None,
     request_id: Annotated[str | None, typer.Option("--request-id", help="Name for abort and requests.")] = None,
     deadline: Annotated[float | None, typer.Option("--deadline", min=0, help="Seconds it may take in all.")] = None,
     server: opt.Server = "localhost:50051",
@@ -101,6 +102,7 @@ def generate(
         include_stop=include_stop,
         priority=priority,
         cache_salt=cache_salt,
+        tenant=tenant,
         request_id=request_id,
         deadline=deadline,
     )

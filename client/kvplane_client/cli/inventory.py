@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvplane_client.cli import options as opt
@@ -51,6 +52,9 @@ def _request_table(infos: Sequence[RequestInfo]) -> Table:
     table = Table(box=None)
     table.add_column("request", overflow="fold")
     table.add_column("status")
+    has_tenants = any(info.tenant for info in infos)
+    if has_tenants:
+        table.add_column("tenant", overflow="fold")
     for name in ("age", "prompt", "cached", "output", "computed", "preempted"):
         table.add_column(name, justify="right")
     table.add_column("blocks", overflow="fold")
@@ -64,7 +68,10 @@ def _request_table(infos: Sequence[RequestInfo]) -> Table:
             info.num_preemptions,
         )
         age = f"{info.age_seconds:.1f} s"
-        table.add_row(info.request_id, status, age, *(str(count) for count in counts), ranges(info.block_table))
+        tenant = (escape(info.tenant),) if has_tenants else ()
+        table.add_row(
+            info.request_id, status, *tenant, age, *(str(count) for count in counts), ranges(info.block_table)
+        )
     return table
 
 

@@ -6,14 +6,17 @@ import dataclasses
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from kvplane_client.cli import options as opt
 from kvplane_client.cli.output import out_console, print_json
 from kvplane_client.cli.session import session
-from kvplane_client.manager_types import PoolStats, Stats
+from kvplane_client.manager_types import PoolStats, Stats, TenantStats
 
 __all__ = ["abort", "executors", "reset_cache", "stats"]
+
+_TENANTS_SHOWN = 10
 
 
 def stats(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: opt.JsonFlag = False) -> None:
@@ -40,7 +43,7 @@ def stats(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: o
 def _rows(current: Stats) -> list[tuple[str, str]]:
     finished = ", ".join(f"{count} {reason}" for reason, count in sorted(current.requests_finished.items()) if count)
     settings = current.settings
-    return [
+    rows = [
         ("state", f"{current.state}, up {current.uptime_seconds:.0f} s"),
         ("requests", f"{current.requests_running} running, {current.requests_waiting} waiting"),
         ("finished", finished or "none"),
@@ -57,6 +60,15 @@ def _rows(current: Stats) -> list[tuple[str, str]]:
             f"{settings.max_num_batched_tokens} tokens a step",
         ),
     ]
+    if any(tenant.tenant for tenant in current.tenants):
+        rows.append(("tenants", "\n".join(map(_tenant, current.tenants[:_TENANTS_SHOWN]))))
+    return rows
+
+
+def _tenant(tenant: TenantStats) -> str:
+    name = escape(tenant.tenant) or "(none named)"
+    counts = f"{tenant.requests_running} running, {tenant.requests_waiting} waiting"
+    return f"{name}: {counts}, {tenant.served:.0f} served" if tenant.served else f"{name}: {counts}"
 
 
 def _pool(pool: PoolStats | None) -> str:

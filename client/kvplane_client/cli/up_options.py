@@ -80,7 +80,7 @@ MaxNumBatchedTokens = Annotated[
 MaxNumSeqs = Annotated[
     int | None, typer.Option("--max-num-seqs", help="Most requests running at once.", rich_help_panel=_MANAGER)
 ]
-Policy = Annotated[str | None, typer.Option("--policy", help="fcfs or priority.", rich_help_panel=_MANAGER)]
+Policy = Annotated[str | None, typer.Option("--policy", help="fcfs, priority or fair.", rich_help_panel=_MANAGER)]
 ManagerArg = Annotated[
     list[str] | None,
     typer.Option("--manager-arg", help="Passed to the manager as it is. Repeat.", rich_help_panel=_MANAGER),

@@ -235,11 +235,15 @@ STATS = manager_pb.GetStatsResponse(
     prefix_queries=100,
     prefix_hits=25,
     settings=manager_pb.SchedulerSettings(policy="fcfs", max_num_batched_tokens=512, max_num_seqs=8, max_waiting=64),
+    tenants=[
+        manager_pb.TenantStats(tenant="acme", requests_waiting=2, requests_running=1, served=340.25),
+        manager_pb.TenantStats(requests_waiting=1),
+    ],
 )
 REQUESTS = [
     manager_pb.RequestInfo(
         request_id=f"r{index}", status=manager_pb.REQUEST_STATUS_RUNNING, num_prompt_tokens=index,
-        block_table=[1, 2, 3, 7], age_seconds=1.5,
+        block_table=[1, 2, 3, 7], age_seconds=1.5, tenant="acme",
     )
     for index in range(5)
 ]  # fmt: skip

@@ -89,7 +89,7 @@ def test_generate_passes_every_flag(cli: Cli, threaded_manager: ThreadedManager)
         stopping=pb.StoppingParams(
             max_tokens=5, min_tokens=1, stop=["x", "y"], stop_token_ids=[9], ignore_eos=True, include_stop=True
         ),
-        priority=-2, cache_salt="salt",
+        priority=-2, cache_salt="salt", tenant="t",
     )  # fmt: skip
     assert threaded_manager.scripts.of("Generate") == [expected]
     assert "length · 7 prompt tokens (3 cached) · 5 completion tokens · r" in result.stderr
@@ -228,6 +228,11 @@ def test_stats_shows_the_pool_and_prints_json(cli: Cli) -> None:
         "block_size": 16, "num_blocks": 10, "free_blocks": 6, "cached_blocks": 5, "kv_epoch": 9,
     }  # fmt: skip
     assert document["settings"]["max_waiting"] == 64
+    assert "acme: 1 running, 2 waiting, 340 served" in plain.stdout
+    assert "(none named): 0 running, 1 waiting " in plain.stdout
+    assert document["tenants"][0] == {
+        "tenant": "acme", "requests_waiting": 2, "requests_running": 1, "served": 340.25,
+    }  # fmt: skip
 
 
 def test_requests_shows_block_tables_of_every_page(cli: Cli, threaded_manager: ThreadedManager) -> None:
@@ -235,6 +240,8 @@ def test_requests_shows_block_tables_of_every_page(cli: Cli, threaded_manager: T
 
     assert all(f"r{index}" in plain.stdout for index in range(5))
     assert "1-3,7" in plain.stdout
+    assert "acme" in plain.stdout
+    assert document["requests"][0]["tenant"] == "acme"
     assert [info["request_id"] for info in document["requests"]] == ["r1"]
     assert document["requests"][0]["block_table"] == [1, 2, 3, 7]
     asked = threaded_manager.scripts.of("ListRequests")

@@ -14,7 +14,7 @@ from kvmanager_service import executor_life
 from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.errors import PoolExhaustedError
 from kvmanager_service.core.request import FinishReason
-from kvmanager_service.engine_api import ManagerState, StopMatch
+from kvmanager_service.engine_api import ManagerState, StopMatch, TenantView
 from kvmanager_service.engine_loop import WHY_UNAVAILABLE, EngineLoop
 from kvmanager_service.errors import ExecutorRejectedError, UnavailableError
 from kvmanager_service.executor_client import StepStream
@@ -39,6 +39,25 @@ async def test_engine_request_is_computed_and_published() -> None:
     assert sink.token_ids == [7, 7, 7]
     assert sink.last is not None
     assert sink.last.finish_reason is FinishReason.LENGTH
+
+
+async def test_engine_fair_policy_shows_who_was_served_how_much() -> None:
+    settings = {"policy": "fair", "max_num_seqs": 1, "fair_input_weight": 3, "fair_output_weight": 5}
+    executor = ScriptedExecutor()
+    async with running_split(executor, **settings) as split:
+        await serving(split)
+        executor.compute.clear()
+        for name, tenant in (("a", "t"), ("b", "t"), ("c", ""), ("d", "u")):
+            split.engine.submit(make_new(name, 6, max_tokens=3, tenant=tenant), Sink())
+        await until(lambda: split.engine.stats().requests_running == 1)
+        assert split.engine.stats().tenants == [
+            TenantView("t", 1, 1, 18.0), TenantView("", 1, 0, 0.0), TenantView("u", 1, 0, 0.0),
+        ]  # fmt: skip
+        assert [view.tenant for view in split.engine.requests(include_finished=False)] == ["t", "t", "", "u"]
+        executor.compute.set()
+        await until(lambda: split.engine.stats().requests_running == 0)
+        ended = [view.request_id for view in split.engine.requests(include_finished=True)]
+        assert ended == ["a", "c", "d", "b"]
 
 
 def test_engine_every_state_but_serving_has_something_to_tell() -> None:

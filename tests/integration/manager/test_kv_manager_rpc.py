@@ -10,7 +10,7 @@ from kvplane.common.v1 import common_pb2
 from kvplane.kvmanager.v1 import kv_manager_service_pb2 as pb
 
 from kvmanager_service.core.request import FinishReason, RequestStatus
-from kvmanager_service.engine_api import BlockView, EngineStats, ManagerState, PoolView, RequestView
+from kvmanager_service.engine_api import BlockView, EngineStats, ManagerState, PoolView, RequestView, TenantView
 from tests.integration.manager.fake_engine import Manager
 
 
@@ -26,6 +26,7 @@ def view(request_id: str, arrival: float, **changes: Any) -> RequestView:
         "block_table": [7, 8],
         "arrival_time": arrival,
         "age_seconds": 9.5,
+        "tenant": "t",
     }
     return RequestView(request_id, **(values | changes))
 
@@ -46,7 +47,8 @@ async def test_get_stats_carries_every_field(manager: Manager) -> None:
         "blocks_evicted": 13,
     }
     pool = PoolView(block_size=16, num_blocks=20, free_blocks=15, cached_blocks=4, kv_epoch=2**63)
-    manager.engine.stats_value = EngineStats(1.5, ManagerState.DRAINING, pool, **counters)  # type: ignore[arg-type]
+    tenants = [TenantView("b", 1, 2, 3.5), TenantView("", 4, 5, 0.0)]
+    manager.engine.stats_value = EngineStats(1.5, ManagerState.DRAINING, pool, **counters, tenants=tenants)  # type: ignore[arg-type]
     stats = await manager.kv.GetStats(pb.GetStatsRequest())
     assert {name: getattr(stats, name) for name in counters if name != "requests_finished"} == {
         name: value for name, value in counters.items() if name != "requests_finished"
@@ -57,6 +59,12 @@ async def test_get_stats_carries_every_field(manager: Manager) -> None:
         name: getattr(pool, name) for name in PoolView.__slots__
     }
     assert (stats.settings.policy, stats.settings.max_num_seqs, stats.settings.queue_ahead) == ("fcfs", 256, True)
+    weights = (stats.settings.fair_input_weight, stats.settings.fair_output_weight, stats.settings.fair_cached_weight)
+    assert weights == (1, 2, 0)
+    assert list(stats.tenants) == [
+        pb.TenantStats(tenant="b", requests_waiting=1, requests_running=2, served=3.5),
+        pb.TenantStats(tenant="", requests_waiting=4, requests_running=5, served=0),
+    ]
 
 
 async def test_get_stats_before_an_executor_has_no_pool(manager: Manager) -> None:
@@ -83,6 +91,7 @@ async def test_list_requests_carries_every_field_and_finished_ones_on_demand(man
         num_preemptions=6,
         block_table=[7, 8],
         age_seconds=9.5,
+        tenant="t",
     )
     everyone = (await manager.kv.ListRequests(pb.ListRequestsRequest(include_finished=True))).requests
     assert [(entry.request_id, entry.finish_reason) for entry in everyone] == [

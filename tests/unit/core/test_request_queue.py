@@ -1,7 +1,9 @@
 import pytest
 
+from kvmanager_service.core.fair_queue import DEFAULT_WEIGHTS
+from kvmanager_service.core.policies import POLICIES, make_queue
 from kvmanager_service.core.request import Request
-from kvmanager_service.core.request_queue import POLICIES, FCFSQueue, PriorityQueue, RequestQueue
+from kvmanager_service.core.request_queue import FCFSQueue, PriorityQueue, RequestQueue
 from tests.unit.core.builders import make_request
 
 
@@ -112,9 +114,9 @@ def test_priority_queue_ten_thousand_waiting_cost_few_comparisons_each() -> None
     assert compared <= 1000 * 2 * 14
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", POLICIES)
 def test_queue_remove_from_the_middle_keeps_the_order_of_the_others(policy: str) -> None:
-    queue = POLICIES[policy]()
+    queue = make_queue(policy, DEFAULT_WEIGHTS)
     requests = [make(name, seq) for seq, name in enumerate("abcd")]
     for request in requests:
         queue.add(request)

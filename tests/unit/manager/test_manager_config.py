@@ -45,10 +45,12 @@ def test_config_is_frozen() -> None:
     [
         (["--port", "99999"], "less than or equal to 65535", "'99999'"),
         (["--port", "x"], "valid integer", "'x'"),
-        (["--policy", "lifo"], "'fcfs' or 'priority'", "'lifo'"),
+        (["--policy", "lifo"], "'fcfs', 'priority' or 'fair'", "'lifo'"),
         (["--watermark", "1"], "less than 1", "'1'"),
         (["--watermark", "nan"], "less than 1", "'nan'"),
         (["--drain-timeout-s", "inf"], "finite number", "'inf'"),
+        (["--fair-output-weight", "0"], "greater than 0", "'0'"),
+        (["--fair-cached-weight", "2"], "fair_cached_weight at most fair_input_weight (1.0)", "2"),
         (["--max-num-seqs", "4096"], "max_num_seqs at most max_num_batched_tokens (2048)", "4096"),
     ],
 )

@@ -163,6 +163,7 @@ class GetStatsResponse(google.protobuf.message.Message):
     PREFIX_HITS_FIELD_NUMBER: builtins.int
     BLOCKS_EVICTED_FIELD_NUMBER: builtins.int
     SETTINGS_FIELD_NUMBER: builtins.int
+    TENANTS_FIELD_NUMBER: builtins.int
     uptime_seconds: builtins.float
     """uptime_seconds is how long the manager has run."""
     state: Global___ManagerState.ValueType
@@ -201,6 +202,10 @@ class GetStatsResponse(google.protobuf.message.Message):
     def settings(self) -> Global___SchedulerSettings:
         """settings are the scheduler's limits."""
 
+    @property
+    def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TenantStats]:
+        """tenants are those with a waiting or running request, highest served first; at most 1,000."""
+
     def __init__(
         self,
         *,
@@ -220,13 +225,47 @@ class GetStatsResponse(google.protobuf.message.Message):
         prefix_hits: builtins.int = ...,
         blocks_evicted: builtins.int = ...,
         settings: Global___SchedulerSettings | None = ...,
+        tenants: collections.abc.Iterable[Global___TenantStats] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["pool", b"pool", "settings", b"settings"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks_evicted", b"blocks_evicted", "pool", b"pool", "preemptions", b"preemptions", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries", "requests_finished", b"requests_finished", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "reschedules", b"reschedules", "settings", b"settings", "state", b"state", "steps", b"steps", "steps_failed", b"steps_failed", "tokens_computed", b"tokens_computed", "tokens_generated", b"tokens_generated", "uptime_seconds", b"uptime_seconds"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks_evicted", b"blocks_evicted", "pool", b"pool", "preemptions", b"preemptions", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries", "requests_finished", b"requests_finished", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "reschedules", b"reschedules", "settings", b"settings", "state", b"state", "steps", b"steps", "steps_failed", b"steps_failed", "tenants", b"tenants", "tokens_computed", b"tokens_computed", "tokens_generated", b"tokens_generated", "uptime_seconds", b"uptime_seconds"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetStatsResponse: typing_extensions.TypeAlias = GetStatsResponse
+
+@typing.final
+class TenantStats(google.protobuf.message.Message):
+    """TenantStats is one tenant with a waiting or running request."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    REQUESTS_WAITING_FIELD_NUMBER: builtins.int
+    REQUESTS_RUNNING_FIELD_NUMBER: builtins.int
+    SERVED_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """tenant is GenerateRequest.tenant. Empty is that of the requests that name none."""
+    requests_waiting: builtins.int
+    """requests_waiting is how many of its requests wait for admission, preempted ones included."""
+    requests_running: builtins.int
+    """requests_running is how many of its requests hold blocks."""
+    served: builtins.float
+    """served is the tenant's counter under the fair policy: tokens by their weights, lifted where the tenant was away, so
+    only differences mean anything. 0 under the other policies.
+    """
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        requests_waiting: builtins.int = ...,
+        requests_running: builtins.int = ...,
+        served: builtins.float = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "served", b"served", "tenant", b"tenant"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___TenantStats: typing_extensions.TypeAlias = TenantStats
 
 @typing.final
 class PoolStats(google.protobuf.message.Message):
@@ -276,8 +315,11 @@ class SchedulerSettings(google.protobuf.message.Message):
     LONG_PREFILL_TOKEN_THRESHOLD_FIELD_NUMBER: builtins.int
     ENABLE_PREFIX_CACHING_FIELD_NUMBER: builtins.int
     QUEUE_AHEAD_FIELD_NUMBER: builtins.int
+    FAIR_INPUT_WEIGHT_FIELD_NUMBER: builtins.int
+    FAIR_OUTPUT_WEIGHT_FIELD_NUMBER: builtins.int
+    FAIR_CACHED_WEIGHT_FIELD_NUMBER: builtins.int
     policy: builtins.str
-    """policy is "fcfs" or "priority"."""
+    """policy is "fcfs", "priority" or "fair"."""
     max_num_batched_tokens: builtins.int
     """max_num_batched_tokens is the most tokens computed in one step."""
     max_num_seqs: builtins.int
@@ -290,6 +332,12 @@ class SchedulerSettings(google.protobuf.message.Message):
     """enable_prefix_caching says whether computed blocks are kept for later requests."""
     queue_ahead: builtins.bool
     """queue_ahead says whether one step is sent before the result of the last is known."""
+    fair_input_weight: builtins.float
+    """fair_input_weight is what a computed prompt token counts under the fair policy."""
+    fair_output_weight: builtins.float
+    """fair_output_weight is what a generated token counts under the fair policy."""
+    fair_cached_weight: builtins.float
+    """fair_cached_weight is what a prompt token found in the prefix cache counts under the fair policy."""
     def __init__(
         self,
         *,
@@ -300,8 +348,11 @@ class SchedulerSettings(google.protobuf.message.Message):
         long_prefill_token_threshold: builtins.int = ...,
         enable_prefix_caching: builtins.bool = ...,
         queue_ahead: builtins.bool = ...,
+        fair_input_weight: builtins.float = ...,
+        fair_output_weight: builtins.float = ...,
+        fair_cached_weight: builtins.float = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["enable_prefix_caching", b"enable_prefix_caching", "long_prefill_token_threshold", b"long_prefill_token_threshold", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_waiting", b"max_waiting", "policy", b"policy", "queue_ahead", b"queue_ahead"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["enable_prefix_caching", b"enable_prefix_caching", "fair_cached_weight", b"fair_cached_weight", "fair_input_weight", b"fair_input_weight", "fair_output_weight", b"fair_output_weight", "long_prefill_token_threshold", b"long_prefill_token_threshold", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_waiting", b"max_waiting", "policy", b"policy", "queue_ahead", b"queue_ahead"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___SchedulerSettings: typing_extensions.TypeAlias = SchedulerSettings
@@ -379,6 +430,7 @@ class RequestInfo(google.protobuf.message.Message):
     BLOCK_TABLE_FIELD_NUMBER: builtins.int
     AGE_SECONDS_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """request_id names the request."""
     status: Global___RequestStatus.ValueType
@@ -399,6 +451,8 @@ class RequestInfo(google.protobuf.message.Message):
     """age_seconds is the time since it arrived."""
     finish_reason: kvplane.common.v1.common_pb2.FinishReason.ValueType
     """finish_reason is set when it has finished without an error."""
+    tenant: builtins.str
+    """tenant as the client set it."""
     @property
     def block_table(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """block_table lists its block ids in sequence order; for a finished request, those it held at the end."""
@@ -417,8 +471,9 @@ class RequestInfo(google.protobuf.message.Message):
         block_table: collections.abc.Iterable[builtins.int] | None = ...,
         age_seconds: builtins.float = ...,
         finish_reason: kvplane.common.v1.common_pb2.FinishReason.ValueType = ...,
+        tenant: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["age_seconds", b"age_seconds", "block_table", b"block_table", "finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "status", b"status"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["age_seconds", b"age_seconds", "block_table", b"block_table", "finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "status", b"status", "tenant", b"tenant"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RequestInfo: typing_extensions.TypeAlias = RequestInfo
