@@ -41,11 +41,13 @@ class Admission:
         self,
         engine: Engine,
         *,
+        isolate_tenants: bool = False,
         clock: Callable[[], float] = time.monotonic,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(64),
         make_id: Callable[[], str] = lambda: secrets.token_hex(12),
     ) -> None:
         self._engine = engine
+        self._isolate_tenants = isolate_tenants
         self._clock = clock
         self._draw_seed = draw_seed
         self._make_id = make_id
@@ -85,6 +87,7 @@ class Admission:
             request_id=request.request_id or self._make_id(),
             seed=self._draw_seed(),
             arrival_time=arrival_time,
+            isolate_tenants=self._isolate_tenants,
         )
         text = None if model.text is None else await _output_text(request, new, model.text)
         stream = RequestStream(new.request_id, len(prompt), text, num_resumed=len(request.resume_token_ids.ids))

@@ -75,6 +75,10 @@ class ManagerConfig(BaseSettings):
         0, ge=0, description="Most prompt tokens of one request computed in one step; 0 means no limit."
     )
     enable_prefix_caching: bool = Field(True, description="Keep computed blocks so that later requests can share them.")
+    isolate_tenants: bool = Field(
+        False,
+        description="Share cached blocks only among requests of one tenant. Requests that name none are a tenant, too.",
+    )
     queue_ahead: bool = Field(True, description="Send one step before the result of the last is known.")
     watermark: float = Field(
         0.01,

@@ -68,6 +68,7 @@ def to_new_request(
     request_id: str,
     seed: int,
     arrival_time: float,
+    isolate_tenants: bool = False,
 ) -> NewRequest:
     """Build the core's request from one that `check_request` let pass.
 
@@ -79,6 +80,7 @@ def to_new_request(
         request_id: the client's, or one chosen for it.
         seed: used when the client set none.
         arrival_time: seconds on the manager's monotonic clock.
+        isolate_tenants: share its blocks only with requests of its tenant.
 
     Raises:
         InvalidRequestError: the prompt is empty or too long, a token id is unknown, or resume tokens do not fit.
@@ -97,6 +99,7 @@ def to_new_request(
         resumed=_little_endian(resumed),
         arrival_time=arrival_time,
         tenant=request.tenant,
+        is_isolated=isolate_tenants,
     )
 
 

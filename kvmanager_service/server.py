@@ -105,7 +105,7 @@ class ManagerServer:
         self._health = health
         self._server = grpc.aio.server(options=_OPTIONS)
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceServicer(engine, Admission(engine)), self._server
+            InferenceServicer(engine, Admission(engine, isolate_tenants=config.isolate_tenants)), self._server
         )
         kv_manager_service_pb2_grpc.add_KvManagerServiceServicer_to_server(
             KvManagerServicer(engine, config), self._server

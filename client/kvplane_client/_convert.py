@@ -120,6 +120,7 @@ def _settings_from(settings: manager_pb.SchedulerSettings) -> mt.SchedulerSettin
         fair_input_weight=settings.fair_input_weight,
         fair_output_weight=settings.fair_output_weight,
         fair_cached_weight=settings.fair_cached_weight,
+        isolate_tenants=settings.isolate_tenants,
     )
 
 

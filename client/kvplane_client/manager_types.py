@@ -122,6 +122,7 @@ class SchedulerSettings:
     fair_input_weight: float
     fair_output_weight: float
     fair_cached_weight: float
+    isolate_tenants: bool
 
 
 @dataclass(frozen=True, slots=True)

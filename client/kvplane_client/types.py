@@ -83,7 +83,8 @@ class GenerateOptions(TypedDict, total=False):
     Request:
         priority: Under the priority policy a lower value is served first.
         cache_salt: Only requests with the same salt share cached blocks.
-        tenant: Whose request it is, at most 256 characters: under the fair policy each tenant gets its share.
+        tenant: Whose request it is, at most 256 characters: under the fair policy each tenant gets its share,
+            and a manager may keep tenants' cached blocks apart.
         request_id: Names the request, at most 256 characters. Default: a random one.
         deadline: Seconds from now within which the request, retries included, must have ended. Default: the client's
             timeout.

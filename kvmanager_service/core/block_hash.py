@@ -26,9 +26,14 @@ NONE_HASH: BlockHash = bytes(16)
 
 
 class KeyDomain(enum.IntEnum):
-    """What an extra key speaks of, so that a LoRA called like a salt is not the same thing."""
+    """What an extra key speaks of, so that a LoRA called like a salt is not the same thing; see `extra_keys`."""
 
     CACHE_SALT = 1
+    TENANT = 2
+    LORA_ID = 3
+    LORA_REVISION = 4
+    MULTIMODAL_ITEM = 5
+    PROMPT_EMBEDDING = 6
 
 
 def encode_extra_keys(keys: Iterable[tuple[KeyDomain, bytes]]) -> bytes:

@@ -73,8 +73,8 @@ class KVCacheManager:
         self._update_hashes(request)
         hits: list[KVCacheBlock] = []
         parent: BlockContent | None = None
-        extra_keys = request.extra_keys
         size = self.block_size
+        extra_keys = request.keys_of_block(0, size)
         for index in range(self._max_hits(request)):
             block = self.pool.get_cached_block(
                 request.block_hashes[index], parent, request.tokens(index * size, (index + 1) * size), extra_keys
@@ -83,7 +83,7 @@ class KVCacheManager:
                 break
             hits.append(block)
             parent = block.content
-            extra_keys = b""
+            extra_keys = b"" if request.spans is None else request.keys_of_block(index + 1, size)
         return hits
 
     def allocate_slots(
@@ -173,7 +173,7 @@ class KVCacheManager:
                 request.block_hashes[index],
                 request.contents[-1] if index else None,
                 request.tokens(index * size, (index + 1) * size),
-                request.extra_keys if index == 0 else b"",
+                b"" if index and request.spans is None else request.keys_of_block(index, size),
                 provisional_step=provisional_step,
                 owner=request.arrival_seq,
             )
@@ -261,9 +261,8 @@ class KVCacheManager:
         for index in range(len(hashes), request.num_tokens // size):
             parent_hash = hashes[index - 1] if index else None
             tokens = request.tokens(index * size, (index + 1) * size)
-            hashes.append(
-                hash_block_tokens(self.hash_function, parent_hash, tokens, b"" if index else request.extra_keys)
-            )
+            keys = b"" if index and request.spans is None else request.keys_of_block(index, size)
+            hashes.append(hash_block_tokens(self.hash_function, parent_hash, tokens, keys))
 
     @staticmethod
     def _extend_table(request: Request, blocks: list[KVCacheBlock]) -> None:

@@ -10,8 +10,9 @@ import enum
 from dataclasses import dataclass
 
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
-from kvmanager_service.core.block_hash import BlockHash, KeyDomain, encode_extra_keys
+from kvmanager_service.core.block_hash import BlockHash
 from kvmanager_service.core.errors import CoreError
+from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan, SpanKeys, request_keys
 
 TOKEN_BYTES = 4
 """Bytes of one token id in `Request.token_bytes`: little-endian int32, as on the wire."""
@@ -65,6 +66,9 @@ class NewRequest:
         seed: the random seed, drawn by the caller when the client set none.
         arrival_time: seconds on the caller's clock; orders requests of one priority.
         tenant: whose request it is, for the fair policy; empty is a tenant, too.
+        is_isolated: whether only requests of the same tenant share its blocks.
+        lora: the adapter it runs with; None is the model itself.
+        spans: what stands behind prompt tokens, in order and without overlap.
     """
 
     request_id: str
@@ -77,6 +81,9 @@ class NewRequest:
     resumed: bytes = b""
     arrival_time: float = 0.0
     tenant: str = ""
+    is_isolated: bool = False
+    lora: LoraAdapter | None = None
+    spans: tuple[PromptSpan, ...] = ()
 
 
 class RequestStatus(enum.Enum):
@@ -159,6 +166,8 @@ class Request:
         block_id_bytes: the table's block ids as on the wire, little-endian int32.
         last_block_id_bytes: the table it held when it ended.
         block_hashes: chain hashes of the full blocks of known tokens.
+        extra_keys: what of the request as a whole decides its K/V; keys of its first block.
+        spans: what stands behind its tokens; None for nothing.
         contents: verified contents of the table's first blocks, those that are cached.
         is_cacheable: False once a hash collision kept a block out of the cache; its successors have no verified parent.
         incarnation: grows at each preemption, so that a late result of an earlier life is told apart.
@@ -200,6 +209,7 @@ class Request:
         "request_id",
         "sampling",
         "seed",
+        "spans",
         "status",
         "stop_token_ids",
         "tenant",
@@ -217,9 +227,8 @@ class Request:
         self.tenant = new.tenant
         self.arrival_time = new.arrival_time
         self.arrival_seq = arrival_seq
-        self.extra_keys = (
-            encode_extra_keys(((KeyDomain.CACHE_SALT, new.cache_salt.encode()),)) if new.cache_salt else b""
-        )
+        self.extra_keys = request_keys(new.cache_salt, new.tenant if new.is_isolated else None, new.lora)
+        self.spans = SpanKeys(new.spans) if new.spans else None
 
         self.token_bytes = bytearray(new.prompt)
         self.token_bytes += new.resumed
@@ -274,6 +283,13 @@ class Request:
     def tokens(self, start: int, stop: int) -> bytes:
         """Known tokens [start, stop) as little-endian int32 bytes."""
         return bytes(self.token_bytes[start * TOKEN_BYTES : stop * TOKEN_BYTES])
+
+    def keys_of_block(self, index: int, block_size: int) -> bytes:
+        """All extra keys of its block `index`."""
+        keys = b"" if index else self.extra_keys
+        if self.spans is None:
+            return keys
+        return keys + self.spans.keys_of(index * block_size, (index + 1) * block_size)
 
     def __repr__(self) -> str:
         return (

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 
 from kvmanager_service.core.errors import CoreError, DuplicateRequestError, QueueFullError, UnknownRequestError
+from kvmanager_service.core.extra_keys import check_extra_keys
 from kvmanager_service.core.policies import make_queue
 from kvmanager_service.core.request import FinishReason, NewRequest, Request, RequestOutput, RequestStatus
 from kvmanager_service.core.scheduler_config import SchedulerConfig
@@ -56,7 +57,7 @@ class RequestBook:
             )
 
     def new_request(self, new: NewRequest) -> Request:
-        """Make a request that may be added. Raises DuplicateRequestError, QueueFullError."""
+        """Make a request that may be added. Raises DuplicateRequestError, QueueFullError, InvalidRequestError."""
         if new.request_id in self.requests:
             raise DuplicateRequestError(
                 "REQUEST_ID_IN_USE",
@@ -64,7 +65,9 @@ class RequestBook:
                 request_id=new.request_id,
             )
         self.check_queue()
-        return Request(new, self._next_arrival_seq)
+        request = Request(new, self._next_arrival_seq)
+        check_extra_keys(new.lora, new.spans, request.num_prompt_tokens)
+        return request
 
     def add(self, request: Request) -> None:
         """A request made by `new_request` waits."""

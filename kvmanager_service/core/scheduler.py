@@ -76,7 +76,8 @@ class Scheduler:
         Raises:
             DuplicateRequestError: the id is waiting or running.
             QueueFullError: max_waiting requests wait.
-            InvalidRequestError: the known sequence and one more token can never fit the pool.
+            InvalidRequestError: the known sequence and one more token can never fit the pool, or what is said of an
+                adapter or of spans of the prompt cannot be.
         """
         request = self.book.new_request(new)
         require_fit(self.kv, request)

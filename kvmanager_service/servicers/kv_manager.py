@@ -54,6 +54,7 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
             fair_input_weight=config.fair_input_weight,
             fair_output_weight=config.fair_output_weight,
             fair_cached_weight=config.fair_cached_weight,
+            isolate_tenants=config.isolate_tenants,
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:  # noqa: N802

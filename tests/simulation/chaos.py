@@ -9,11 +9,12 @@ import random
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
 from executor_service.backends.sim_digest import expected_tokens
-from kvmanager_service.core.block_hash import default_hash
+from kvmanager_service.core.block_hash import KeyDomain, default_hash
 from kvmanager_service.core.errors import (
     CoreError,
     DuplicateRequestError,
@@ -23,8 +24,8 @@ from kvmanager_service.core.errors import (
     QueueFullError,
     RowFailedError,
 )
+from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
-from kvmanager_service.core.policies import POLICIES
 from kvmanager_service.core.request import TOKEN_BYTES, FinishReason, NewRequest, Request, SamplingParams, StopRules
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import BadResultError
@@ -86,8 +87,12 @@ class Chaos:
         self.one_byte = chosen if one_byte is None else one_byte
         caching = rng.random() < 0.95
         budget = rng.choice((rng.randint(1, 8), rng.randint(8, 64), 4096))
+        policy = rng.choice(("fcfs", "priority"))
+        # Of its own, so that what is drawn from it changes nothing of what is drawn from the other.
+        self.more = more = random.Random(f"more of {seed}")
+        self.has_keys = more.random() < 0.3
         config = SchedulerConfig(
-            policy=rng.choice(POLICIES),
+            policy=policy if more.random() < 0.7 else "fair",
             max_num_batched_tokens=budget,
             max_num_seqs=rng.choice((1, 3, 8, 64)),
             max_waiting=rng.choice((2, 100)),
@@ -180,10 +185,31 @@ class Chaos:
             priority=rng.randint(0, 2),
             cache_salt=rng.choice(("", "", "mine", "yours")),
             resumed=token_bytes(expected[:num_resumed]),
-            tenant=rng.choice(("", "some", "others")),
+            **self._draw_keys(len(prompt)),
         )
         reason = FinishReason.STOP if ends else FinishReason.LENGTH
         return Story(new, prompt + expected[:num_resumed], expected[num_resumed:], reason)
+
+    def _draw_keys(self, num_prompt_tokens: int) -> dict[str, Any]:
+        """Whose the request is, and in some lives what else decides its K/V."""
+        more = self.more
+        keys: dict[str, Any] = {"tenant": more.choice(("", "some", "others"))}
+        if self.has_keys:
+            keys["is_isolated"] = more.random() < 0.3
+            keys["lora"] = more.choice((None, None, LoraAdapter("mine"), LoraAdapter("mine", "2")))
+            keys["spans"] = self._draw_spans(num_prompt_tokens)
+        return keys
+
+    def _draw_spans(self, num_prompt_tokens: int) -> tuple[PromptSpan, ...]:
+        """Few different images at few different places, so that some requests agree in all of them and some do not."""
+        spans, position = [], 0
+        while True:
+            offset, length = position + self.more.choice((0, 1, 8)), self.more.choice((1, 5, 16))
+            if offset + length > num_prompt_tokens or self.more.random() < 0.4:
+                return tuple(spans)
+            domain = self.more.choice((KeyDomain.MULTIMODAL_ITEM, KeyDomain.PROMPT_EMBEDDING))
+            spans.append(PromptSpan(domain, bytes(15) + bytes((self.more.randrange(2),)), offset, length))
+            position = offset + length
 
     def _add(self, story: Story) -> None:
         scheduler = self.world.scheduler
@@ -366,7 +392,7 @@ class Chaos:
             assert content.token_bytes == bytes(
                 request.token_bytes[index * size * TOKEN_BYTES : (index + 1) * size * TOKEN_BYTES]
             ), f"{request!r} relies on other tokens than its own"
-            assert chain[0].extra_keys == request.extra_keys, f"{request!r} shares a block across salts"
+            assert content.extra_keys == request.keys_of_block(index, size), f"{request!r} shares a block across keys"
 
     def _check_finished(self, request_id: str, story: Story, produced: Produced) -> None:
         got, reason, error = produced.token_ids, produced.finish_reason, produced.error

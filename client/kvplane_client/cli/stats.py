@@ -12,7 +12,7 @@ from rich.table import Table
 from kvplane_client.cli import options as opt
 from kvplane_client.cli.output import out_console, print_json
 from kvplane_client.cli.session import session
-from kvplane_client.manager_types import PoolStats, Stats, TenantStats
+from kvplane_client.manager_types import PoolStats, SchedulerSettings, Stats, TenantStats
 
 __all__ = ["abort", "executors", "reset_cache", "stats"]
 
@@ -53,7 +53,7 @@ def _rows(current: Stats) -> list[tuple[str, str]]:
         ("tokens", f"{current.tokens_generated} generated, {current.tokens_computed} computed"),
         ("steps", f"{current.steps} done, {current.steps_failed} failed"),
         ("preemptions", f"{current.preemptions}, and {current.reschedules} rescheduled"),
-        ("policy", f"{settings.policy}, prefix caching {'on' if settings.enable_prefix_caching else 'off'}"),
+        ("policy", f"{settings.policy}, prefix caching {_caching(settings)}"),
         (
             "limits",
             f"{settings.max_num_seqs} running, {settings.max_waiting} waiting, "
@@ -69,6 +69,12 @@ def _tenant(tenant: TenantStats) -> str:
     name = escape(tenant.tenant) or "(none named)"
     counts = f"{tenant.requests_running} running, {tenant.requests_waiting} waiting"
     return f"{name}: {counts}, {tenant.served:.0f} served" if tenant.served else f"{name}: {counts}"
+
+
+def _caching(settings: SchedulerSettings) -> str:
+    if not settings.enable_prefix_caching:
+        return "off"
+    return "on, tenants apart" if settings.isolate_tenants else "on"
 
 
 def _pool(pool: PoolStats | None) -> str:

@@ -234,7 +234,14 @@ STATS = manager_pb.GetStatsResponse(
     requests_finished={"stop": 3, "length": 1},
     prefix_queries=100,
     prefix_hits=25,
-    settings=manager_pb.SchedulerSettings(policy="fcfs", max_num_batched_tokens=512, max_num_seqs=8, max_waiting=64),
+    settings=manager_pb.SchedulerSettings(
+        policy="fcfs",
+        max_num_batched_tokens=512,
+        max_num_seqs=8,
+        max_waiting=64,
+        enable_prefix_caching=True,
+        isolate_tenants=True,
+    ),
     tenants=[
         manager_pb.TenantStats(tenant="acme", requests_waiting=2, requests_running=1, served=340.25),
         manager_pb.TenantStats(requests_waiting=1),

@@ -73,7 +73,7 @@ def test_generate_passes_every_flag(cli: Cli, threaded_manager: ThreadedManager)
         "0.25", "--repetition-penalty", "1.5", "--presence-penalty", "0.5", "--frequency-penalty", "-0.5",
         "--logit-bias", "3:-1.5", "--seed", "11", "--logprobs", "2", "-n", "5", "--min-tokens", "1", "--stop", "x",
         "--stop", "y", "--stop-token-id", "9", "--ignore-eos", "--include-stop", "--priority", "-2", "--cache-salt",
-        "salt", "--request-id", "r", "--deadline", "60", "--usage",
+        "salt", "--tenant", "t", "--request-id", "r", "--deadline", "60", "--usage",
     )  # fmt: skip
 
     assert result.exit_code == 0, result.stderr
@@ -228,6 +228,7 @@ def test_stats_shows_the_pool_and_prints_json(cli: Cli) -> None:
         "block_size": 16, "num_blocks": 10, "free_blocks": 6, "cached_blocks": 5, "kv_epoch": 9,
     }  # fmt: skip
     assert document["settings"]["max_waiting"] == 64
+    assert "prefix caching on, tenants apart" in plain.stdout
     assert "acme: 1 running, 2 waiting, 340 served" in plain.stdout
     assert "(none named): 0 running, 1 waiting " in plain.stdout
     assert document["tenants"][0] == {

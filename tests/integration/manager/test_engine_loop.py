@@ -6,9 +6,12 @@ import time
 from array import array
 from typing import Any
 
+import grpc
 import pytest
 from kvplane.common.v1.common_pb2 import Int32Array
 from kvplane.executor.v1 import executor_service_pb2 as pb
+from kvplane.kvmanager.v1 import inference_service_pb2_grpc, kv_manager_service_pb2_grpc
+from kvplane.kvmanager.v1.kv_manager_service_pb2 import GetStatsRequest
 
 from kvmanager_service import executor_life
 from kvmanager_service.config import ManagerConfig
@@ -19,9 +22,11 @@ from kvmanager_service.engine_loop import WHY_UNAVAILABLE, EngineLoop
 from kvmanager_service.errors import ExecutorRejectedError, UnavailableError
 from kvmanager_service.executor_client import StepStream
 from kvmanager_service.registry import ExecutorRegistry
+from kvmanager_service.server import Health, ManagerServer
 from tests.integration.manager.fake_engine import until
 from tests.integration.manager.scripted_executor import ScriptedExecutor, Sink, Split, model_info, running_split
 from tests.unit.core.builders import make_new
+from tests.unit.manager.manager_builders import generate_request
 
 TYPE = pb.KV_GROUP_TYPE_FULL_ATTENTION
 
@@ -58,6 +63,28 @@ async def test_engine_fair_policy_shows_who_was_served_how_much() -> None:
         await until(lambda: split.engine.stats().requests_running == 0)
         ended = [view.request_id for view in split.engine.requests(include_finished=True)]
         assert ended == ["a", "c", "d", "b"]
+
+
+@pytest.mark.parametrize(("isolate", "expected"), [(True, [0, 4, 0, 0, 4]), (False, [0, 4, 4, 4, 4])])
+async def test_engine_tenants_share_no_blocks_where_they_are_isolated(isolate: bool, expected: list[int]) -> None:
+    """Over gRPC: one prompt of two tenants and of nobody, one after another."""
+    config = ManagerConfig(port=0, isolate_tenants=isolate)
+    async with running_split(ScriptedExecutor()) as split:
+        await serving(split)
+        server = ManagerServer(config, split.engine, split.registry, Health())
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+            cached = []
+            for tenant in ("a", "a", "b", "", "b"):
+                request = generate_request(*range(1, 7), tenant=tenant)
+                request.stopping.max_tokens = 1
+                responses = [response async for response in stub.Generate(request)]
+                cached.append(responses[-1].usage.cached_tokens)
+            stats = await kv_manager_service_pb2_grpc.KvManagerServiceStub(channel).GetStats(GetStatsRequest())
+            assert stats.settings.isolate_tenants is isolate
+        await server.stop(0)
+    assert cached == expected
 
 
 def test_engine_every_state_but_serving_has_something_to_tell() -> None:

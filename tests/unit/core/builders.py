@@ -8,6 +8,7 @@ from typing import Any
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_hash import HashFunction, default_hash
 from kvmanager_service.core.errors import RowFailedError
+from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import NewRequest, Request, RequestOutput, SamplingParams, StopRules, TokenLogprobs
 from kvmanager_service.core.scheduler import Scheduler
@@ -38,6 +39,9 @@ def make_new(
     salt: str = "",
     resumed: Sequence[int] = (),
     tenant: str = "",
+    is_isolated: bool = False,
+    lora: LoraAdapter | None = None,
+    spans: Sequence[PromptSpan] = (),
 ) -> NewRequest:
     """A request; a prompt given as a number is that many tokens, different for each request id."""
     if isinstance(prompt, int):
@@ -53,6 +57,9 @@ def make_new(
         cache_salt=salt,
         resumed=token_bytes(resumed),
         tenant=tenant,
+        is_isolated=is_isolated,
+        lora=lora,
+        spans=tuple(spans),
     )
 
 

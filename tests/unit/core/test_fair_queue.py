@@ -317,6 +317,8 @@ def test_scheduler_fair_backlogged_tenants_get_the_same_up_to_the_papers_bound( 
 ) -> None:
     """Two tenants that always wait differ by 2 max(wp L, wq M) at most, whatever a third one does.
 
+    A step admits max_num_seqs at most, so that of one more than these some still wait after it.
+
     M is what max_num_seqs of the longest sequences hold. A tight pool holds one of them and a bit: then preemption is
     what happens most.
     """
@@ -334,7 +336,7 @@ def test_scheduler_fair_backlogged_tenants_get_the_same_up_to_the_papers_bound( 
     shapes = {name: (rng.randint(1, longest_prompt), rng.randint(1, longest_output)) for name in ("a", "b")}
     for _ in range(400):
         for tenant in ("a", "b"):
-            while sum(request.tenant == tenant for request in scheduler.waiting) < 2:
+            while sum(request.tenant == tenant for request in scheduler.waiting) <= max_num_seqs:
                 prompt, output = (rng.randint(1, most) for most in shapes[tenant])
                 name = f"{tenant}{len(tenants)}"
                 tenants[name] = tenant

@@ -53,8 +53,9 @@ class GenerateRequest(google.protobuf.message.Message):
     """
     tenant: builtins.str
     """tenant names whose request this is, at most 256 characters. The fair policy gives each tenant its share; the other
-    policies ignore it. Empty is one tenant, too: all requests that name none share it. It is not authenticated: where
-    clients are not trusted, a gateway sets it.
+    policies ignore it. Where the manager isolates tenants (SchedulerSettings.isolate_tenants), only requests of the same
+    tenant share blocks. Empty is one tenant, too: all requests that name none share it. It is not authenticated:
+    where clients are not trusted, a gateway sets it.
     """
     @property
     def token_ids(self) -> Global___TokenIds:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvplane.common.v1 import common_pb2 as kvplane_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-kvplane/kvmanager/v1/kv_manager_service.proto\x12\x14kvplane.kvmanager.v1\x1a\x1ekvplane/common/v1/common.proto\"\x11\n\x0fGetStatsRequest\"\x88\x05\n\x10GetStatsResponse\x12\x16\n\x0euptime_seconds\x18\x01 \x01(\x01\x12\x31\n\x05state\x18\x02 \x01(\x0e\x32\".kvplane.kvmanager.v1.ManagerState\x12-\n\x04pool\x18\x03 \x01(\x0b\x32\x1f.kvplane.kvmanager.v1.PoolStats\x12\x18\n\x10requests_waiting\x18\x04 \x01(\x05\x12\x18\n\x10requests_running\x18\x05 \x01(\x05\x12W\n\x11requests_finished\x18\x06 \x03(\x0b\x32<.kvplane.kvmanager.v1.GetStatsResponse.RequestsFinishedEntry\x12\r\n\x05steps\x18\x07 \x01(\x03\x12\x14\n\x0csteps_failed\x18\x08 \x01(\x03\x12\x17\n\x0ftokens_computed\x18\t \x01(\x03\x12\x18\n\x10tokens_generated\x18\n \x01(\x03\x12\x13\n\x0bpreemptions\x18\x0b \x01(\x03\x12\x13\n\x0breschedules\x18\x0c \x01(\x03\x12\x16\n\x0eprefix_queries\x18\r \x01(\x03\x12\x13\n\x0bprefix_hits\x18\x0e \x01(\x03\x12\x16\n\x0e\x62locks_evicted\x18\x0f \x01(\x03\x12\x39\n\x08settings\x18\x10 \x01(\x0b\x32\'.kvplane.kvmanager.v1.SchedulerSettings\x12\x32\n\x07tenants\x18\x11 \x03(\x0b\x32!.kvplane.kvmanager.v1.TenantStats\x1a\x37\n\x15RequestsFinishedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"a\n\x0bTenantStats\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x18\n\x10requests_waiting\x18\x02 \x01(\x05\x12\x18\n\x10requests_running\x18\x03 \x01(\x05\x12\x0e\n\x06served\x18\x04 \x01(\x01\"q\n\tPoolStats\x12\x12\n\nblock_size\x18\x01 \x01(\x05\x12\x12\n\nnum_blocks\x18\x02 \x01(\x05\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\x05\x12\x15\n\rcached_blocks\x18\x04 \x01(\x05\x12\x10\n\x08kv_epoch\x18\x05 \x01(\x04\"\x9b\x02\n\x11SchedulerSettings\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x1e\n\x16max_num_batched_tokens\x18\x02 \x01(\x05\x12\x14\n\x0cmax_num_seqs\x18\x03 \x01(\x05\x12\x13\n\x0bmax_waiting\x18\x04 \x01(\x05\x12$\n\x1clong_prefill_token_threshold\x18\x05 \x01(\x05\x12\x1d\n\x15\x65nable_prefix_caching\x18\x06 \x01(\x08\x12\x13\n\x0bqueue_ahead\x18\x07 \x01(\x08\x12\x19\n\x11\x66\x61ir_input_weight\x18\x08 \x01(\x01\x12\x1a\n\x12\x66\x61ir_output_weight\x18\t \x01(\x01\x12\x1a\n\x12\x66\x61ir_cached_weight\x18\n \x01(\x01\"j\n\x13ListRequestsRequest\x12\x18\n\x10include_finished\x18\x01 \x01(\x08\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"d\n\x14ListRequestsResponse\x12\x33\n\x08requests\x18\x01 \x03(\x0b\x32!.kvplane.kvmanager.v1.RequestInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xe1\x02\n\x0bRequestInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x33\n\x06status\x18\x02 \x01(\x0e\x32#.kvplane.kvmanager.v1.RequestStatus\x12\x10\n\x08priority\x18\x03 \x01(\x05\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\x05\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\x05\x12\x1b\n\x13num_computed_tokens\x18\x06 \x01(\x05\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\x05\x12\x17\n\x0fnum_preemptions\x18\x08 \x01(\x05\x12\x13\n\x0b\x62lock_table\x18\t \x03(\x05\x12\x13\n\x0b\x61ge_seconds\x18\n \x01(\x01\x12\x36\n\rfinish_reason\x18\x0b \x01(\x0e\x32\x1f.kvplane.common.v1.FinishReason\x12\x0e\n\x06tenant\x18\x0c \x01(\t\"m\n\x11ListBlocksRequest\x12\x31\n\x06\x66ilter\x18\x01 \x01(\x0e\x32!.kvplane.kvmanager.v1.BlockFilter\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"^\n\x12ListBlocksResponse\x12/\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x1f.kvplane.kvmanager.v1.BlockInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"W\n\tBlockInfo\x12\x10\n\x08\x62lock_id\x18\x01 \x01(\x05\x12\x0f\n\x07ref_cnt\x18\x02 \x01(\x05\x12\x12\n\nblock_hash\x18\x03 \x01(\x0c\x12\x13\n\x0bprovisional\x18\x04 \x01(\x08\"\x19\n\x17ResetPrefixCacheRequest\"4\n\x18ResetPrefixCacheResponse\x12\x18\n\x10\x62locks_forgotten\x18\x01 \x01(\x05*\x9d\x01\n\x0cManagerState\x12\x1d\n\x19MANAGER_STATE_UNSPECIFIED\x10\x00\x12\x1d\n\x19MANAGER_STATE_NO_EXECUTOR\x10\x01\x12\x19\n\x15MANAGER_STATE_SERVING\x10\x02\x12\x1a\n\x16MANAGER_STATE_DRAINING\x10\x03\x12\x18\n\x14MANAGER_STATE_BROKEN\x10\x04*\xa2\x01\n\rRequestStatus\x12\x1e\n\x1aREQUEST_STATUS_UNSPECIFIED\x10\x00\x12\x1a\n\x16REQUEST_STATUS_WAITING\x10\x01\x12\x1a\n\x16REQUEST_STATUS_RUNNING\x10\x02\x12\x1c\n\x18REQUEST_STATUS_PREEMPTED\x10\x03\x12\x1b\n\x17REQUEST_STATUS_FINISHED\x10\x04*r\n\x0b\x42lockFilter\x12\x1c\n\x18\x42LOCK_FILTER_UNSPECIFIED\x10\x00\x12\x15\n\x11\x42LOCK_FILTER_USED\x10\x01\x12\x17\n\x13\x42LOCK_FILTER_CACHED\x10\x02\x12\x15\n\x11\x42LOCK_FILTER_FREE\x10\x03\x32\xa8\x03\n\x10KvManagerService\x12Y\n\x08GetStats\x12%.kvplane.kvmanager.v1.GetStatsRequest\x1a&.kvplane.kvmanager.v1.GetStatsResponse\x12\x65\n\x0cListRequests\x12).kvplane.kvmanager.v1.ListRequestsRequest\x1a*.kvplane.kvmanager.v1.ListRequestsResponse\x12_\n\nListBlocks\x12\'.kvplane.kvmanager.v1.ListBlocksRequest\x1a(.kvplane.kvmanager.v1.ListBlocksResponse\x12q\n\x10ResetPrefixCache\x12-.kvplane.kvmanager.v1.ResetPrefixCacheRequest\x1a..kvplane.kvmanager.v1.ResetPrefixCacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-kvplane/kvmanager/v1/kv_manager_service.proto\x12\x14kvplane.kvmanager.v1\x1a\x1ekvplane/common/v1/common.proto\"\x11\n\x0fGetStatsRequest\"\x88\x05\n\x10GetStatsResponse\x12\x16\n\x0euptime_seconds\x18\x01 \x01(\x01\x12\x31\n\x05state\x18\x02 \x01(\x0e\x32\".kvplane.kvmanager.v1.ManagerState\x12-\n\x04pool\x18\x03 \x01(\x0b\x32\x1f.kvplane.kvmanager.v1.PoolStats\x12\x18\n\x10requests_waiting\x18\x04 \x01(\x05\x12\x18\n\x10requests_running\x18\x05 \x01(\x05\x12W\n\x11requests_finished\x18\x06 \x03(\x0b\x32<.kvplane.kvmanager.v1.GetStatsResponse.RequestsFinishedEntry\x12\r\n\x05steps\x18\x07 \x01(\x03\x12\x14\n\x0csteps_failed\x18\x08 \x01(\x03\x12\x17\n\x0ftokens_computed\x18\t \x01(\x03\x12\x18\n\x10tokens_generated\x18\n \x01(\x03\x12\x13\n\x0bpreemptions\x18\x0b \x01(\x03\x12\x13\n\x0breschedules\x18\x0c \x01(\x03\x12\x16\n\x0eprefix_queries\x18\r \x01(\x03\x12\x13\n\x0bprefix_hits\x18\x0e \x01(\x03\x12\x16\n\x0e\x62locks_evicted\x18\x0f \x01(\x03\x12\x39\n\x08settings\x18\x10 \x01(\x0b\x32\'.kvplane.kvmanager.v1.SchedulerSettings\x12\x32\n\x07tenants\x18\x11 \x03(\x0b\x32!.kvplane.kvmanager.v1.TenantStats\x1a\x37\n\x15RequestsFinishedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"a\n\x0bTenantStats\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x18\n\x10requests_waiting\x18\x02 \x01(\x05\x12\x18\n\x10requests_running\x18\x03 \x01(\x05\x12\x0e\n\x06served\x18\x04 \x01(\x01\"q\n\tPoolStats\x12\x12\n\nblock_size\x18\x01 \x01(\x05\x12\x12\n\nnum_blocks\x18\x02 \x01(\x05\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\x05\x12\x15\n\rcached_blocks\x18\x04 \x01(\x05\x12\x10\n\x08kv_epoch\x18\x05 \x01(\x04\"\xb4\x02\n\x11SchedulerSettings\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x1e\n\x16max_num_batched_tokens\x18\x02 \x01(\x05\x12\x14\n\x0cmax_num_seqs\x18\x03 \x01(\x05\x12\x13\n\x0bmax_waiting\x18\x04 \x01(\x05\x12$\n\x1clong_prefill_token_threshold\x18\x05 \x01(\x05\x12\x1d\n\x15\x65nable_prefix_caching\x18\x06 \x01(\x08\x12\x13\n\x0bqueue_ahead\x18\x07 \x01(\x08\x12\x19\n\x11\x66\x61ir_input_weight\x18\x08 \x01(\x01\x12\x1a\n\x12\x66\x61ir_output_weight\x18\t \x01(\x01\x12\x1a\n\x12\x66\x61ir_cached_weight\x18\n \x01(\x01\x12\x17\n\x0fisolate_tenants\x18\x0b \x01(\x08\"j\n\x13ListRequestsRequest\x12\x18\n\x10include_finished\x18\x01 \x01(\x08\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\"d\n\x14ListRequestsResponse\x12\x33\n\x08requests\x18\x01 \x03(\x0b\x32!.kvplane.kvmanager.v1.RequestInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xe1\x02\n\x0bRequestInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x33\n\x06status\x18\x02 \x01(\x0e\x32#.kvplane.kvmanager.v1.RequestStatus\x12\x10\n\x08priority\x18\x03 \x01(\x05\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\x05\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\x05\x12\x1b\n\x13num_computed_tokens\x18\x06 \x01(\x05\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\x05\x12\x17\n\x0fnum_preemptions\x18\x08 \x01(\x05\x12\x13\n\x0b\x62lock_table\x18\t \x03(\x05\x12\x13\n\x0b\x61ge_seconds\x18\n \x01(\x01\x12\x36\n\rfinish_reason\x18\x0b \x01(\x0e\x32\x1f.kvplane.common.v1.FinishReason\x12\x0e\n\x06tenant\x18\x0c \x01(\t\"m\n\x11ListBlocksRequest\x12\x31\n\x06\x66ilter\x18\x01 \x01(\x0e\x32!.kvplane.kvmanager.v1.BlockFilter\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"^\n\x12ListBlocksResponse\x12/\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x1f.kvplane.kvmanager.v1.BlockInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"W\n\tBlockInfo\x12\x10\n\x08\x62lock_id\x18\x01 \x01(\x05\x12\x0f\n\x07ref_cnt\x18\x02 \x01(\x05\x12\x12\n\nblock_hash\x18\x03 \x01(\x0c\x12\x13\n\x0bprovisional\x18\x04 \x01(\x08\"\x19\n\x17ResetPrefixCacheRequest\"4\n\x18ResetPrefixCacheResponse\x12\x18\n\x10\x62locks_forgotten\x18\x01 \x01(\x05*\x9d\x01\n\x0cManagerState\x12\x1d\n\x19MANAGER_STATE_UNSPECIFIED\x10\x00\x12\x1d\n\x19MANAGER_STATE_NO_EXECUTOR\x10\x01\x12\x19\n\x15MANAGER_STATE_SERVING\x10\x02\x12\x1a\n\x16MANAGER_STATE_DRAINING\x10\x03\x12\x18\n\x14MANAGER_STATE_BROKEN\x10\x04*\xa2\x01\n\rRequestStatus\x12\x1e\n\x1aREQUEST_STATUS_UNSPECIFIED\x10\x00\x12\x1a\n\x16REQUEST_STATUS_WAITING\x10\x01\x12\x1a\n\x16REQUEST_STATUS_RUNNING\x10\x02\x12\x1c\n\x18REQUEST_STATUS_PREEMPTED\x10\x03\x12\x1b\n\x17REQUEST_STATUS_FINISHED\x10\x04*r\n\x0b\x42lockFilter\x12\x1c\n\x18\x42LOCK_FILTER_UNSPECIFIED\x10\x00\x12\x15\n\x11\x42LOCK_FILTER_USED\x10\x01\x12\x17\n\x13\x42LOCK_FILTER_CACHED\x10\x02\x12\x15\n\x11\x42LOCK_FILTER_FREE\x10\x03\x32\xa8\x03\n\x10KvManagerService\x12Y\n\x08GetStats\x12%.kvplane.kvmanager.v1.GetStatsRequest\x1a&.kvplane.kvmanager.v1.GetStatsResponse\x12\x65\n\x0cListRequests\x12).kvplane.kvmanager.v1.ListRequestsRequest\x1a*.kvplane.kvmanager.v1.ListRequestsResponse\x12_\n\nListBlocks\x12\'.kvplane.kvmanager.v1.ListBlocksRequest\x1a(.kvplane.kvmanager.v1.ListBlocksResponse\x12q\n\x10ResetPrefixCache\x12-.kvplane.kvmanager.v1.ResetPrefixCacheRequest\x1a..kvplane.kvmanager.v1.ResetPrefixCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,12 +34,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETSTATSRESPONSE_REQUESTSFINISHEDENTRY']._loaded_options = None
   _globals['_GETSTATSRESPONSE_REQUESTSFINISHEDENTRY']._serialized_options = b'8\001'
-  _globals['_MANAGERSTATE']._serialized_start=2217
-  _globals['_MANAGERSTATE']._serialized_end=2374
-  _globals['_REQUESTSTATUS']._serialized_start=2377
-  _globals['_REQUESTSTATUS']._serialized_end=2539
-  _globals['_BLOCKFILTER']._serialized_start=2541
-  _globals['_BLOCKFILTER']._serialized_end=2655
+  _globals['_MANAGERSTATE']._serialized_start=2242
+  _globals['_MANAGERSTATE']._serialized_end=2399
+  _globals['_REQUESTSTATUS']._serialized_start=2402
+  _globals['_REQUESTSTATUS']._serialized_end=2564
+  _globals['_BLOCKFILTER']._serialized_start=2566
+  _globals['_BLOCKFILTER']._serialized_end=2680
   _globals['_GETSTATSREQUEST']._serialized_start=103
   _globals['_GETSTATSREQUEST']._serialized_end=120
   _globals['_GETSTATSRESPONSE']._serialized_start=123
@@ -51,23 +51,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POOLSTATS']._serialized_start=872
   _globals['_POOLSTATS']._serialized_end=985
   _globals['_SCHEDULERSETTINGS']._serialized_start=988
-  _globals['_SCHEDULERSETTINGS']._serialized_end=1271
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=1273
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=1379
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1381
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1481
-  _globals['_REQUESTINFO']._serialized_start=1484
-  _globals['_REQUESTINFO']._serialized_end=1837
-  _globals['_LISTBLOCKSREQUEST']._serialized_start=1839
-  _globals['_LISTBLOCKSREQUEST']._serialized_end=1948
-  _globals['_LISTBLOCKSRESPONSE']._serialized_start=1950
-  _globals['_LISTBLOCKSRESPONSE']._serialized_end=2044
-  _globals['_BLOCKINFO']._serialized_start=2046
-  _globals['_BLOCKINFO']._serialized_end=2133
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=2135
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=2160
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=2162
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=2214
-  _globals['_KVMANAGERSERVICE']._serialized_start=2658
-  _globals['_KVMANAGERSERVICE']._serialized_end=3082
+  _globals['_SCHEDULERSETTINGS']._serialized_end=1296
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=1298
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=1404
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1406
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1506
+  _globals['_REQUESTINFO']._serialized_start=1509
+  _globals['_REQUESTINFO']._serialized_end=1862
+  _globals['_LISTBLOCKSREQUEST']._serialized_start=1864
+  _globals['_LISTBLOCKSREQUEST']._serialized_end=1973
+  _globals['_LISTBLOCKSRESPONSE']._serialized_start=1975
+  _globals['_LISTBLOCKSRESPONSE']._serialized_end=2069
+  _globals['_BLOCKINFO']._serialized_start=2071
+  _globals['_BLOCKINFO']._serialized_end=2158
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=2160
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=2185
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=2187
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=2239
+  _globals['_KVMANAGERSERVICE']._serialized_start=2683
+  _globals['_KVMANAGERSERVICE']._serialized_end=3107
 # @@protoc_insertion_point(module_scope)

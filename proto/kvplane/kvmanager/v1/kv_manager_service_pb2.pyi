@@ -318,6 +318,7 @@ class SchedulerSettings(google.protobuf.message.Message):
     FAIR_INPUT_WEIGHT_FIELD_NUMBER: builtins.int
     FAIR_OUTPUT_WEIGHT_FIELD_NUMBER: builtins.int
     FAIR_CACHED_WEIGHT_FIELD_NUMBER: builtins.int
+    ISOLATE_TENANTS_FIELD_NUMBER: builtins.int
     policy: builtins.str
     """policy is "fcfs", "priority" or "fair"."""
     max_num_batched_tokens: builtins.int
@@ -338,6 +339,8 @@ class SchedulerSettings(google.protobuf.message.Message):
     """fair_output_weight is what a generated token counts under the fair policy."""
     fair_cached_weight: builtins.float
     """fair_cached_weight is what a prompt token found in the prefix cache counts under the fair policy."""
+    isolate_tenants: builtins.bool
+    """isolate_tenants says whether only requests of one tenant share cached blocks."""
     def __init__(
         self,
         *,
@@ -351,8 +354,9 @@ class SchedulerSettings(google.protobuf.message.Message):
         fair_input_weight: builtins.float = ...,
         fair_output_weight: builtins.float = ...,
         fair_cached_weight: builtins.float = ...,
+        isolate_tenants: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["enable_prefix_caching", b"enable_prefix_caching", "fair_cached_weight", b"fair_cached_weight", "fair_input_weight", b"fair_input_weight", "fair_output_weight", b"fair_output_weight", "long_prefill_token_threshold", b"long_prefill_token_threshold", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_waiting", b"max_waiting", "policy", b"policy", "queue_ahead", b"queue_ahead"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["enable_prefix_caching", b"enable_prefix_caching", "fair_cached_weight", b"fair_cached_weight", "fair_input_weight", b"fair_input_weight", "fair_output_weight", b"fair_output_weight", "isolate_tenants", b"isolate_tenants", "long_prefill_token_threshold", b"long_prefill_token_threshold", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_waiting", b"max_waiting", "policy", b"policy", "queue_ahead", b"queue_ahead"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___SchedulerSettings: typing_extensions.TypeAlias = SchedulerSettings

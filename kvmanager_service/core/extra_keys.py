@@ -1,0 +1,142 @@
+"""What decides a block's K/V beside its tokens: who may share it, which adapter computed it, what stands behind tokens.
+
+Station: `NewRequest` carries these values, `RequestBook` has them checked, `Request` keeps them encoded, and
+`KVCacheManager` puts them into hashes and contents.
+
+What holds for a whole request (salt, tenant, LoRA adapter) is a key of its first block only: a block's identity holds
+that of all before it, so no later one can be shared either, and neither tags nor hashes grow with the prompt. What
+stands behind some tokens (an image, an embedding) is a key of every block that it covers, with its place relative to
+the block's first token.
+
+Source: vLLM's extra keys of block hashes, for which keys there are; the domains and places are ours.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvmanager_service.core.block_hash import KeyDomain, encode_extra_keys
+from kvmanager_service.core.errors import InvalidRequestError
+
+MIN_DIGEST_BYTES = 16
+MAX_DIGEST_BYTES = 64
+MAX_NAME_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LoraAdapter:
+    """The adapter that a request runs with.
+
+    Attributes:
+        lora_id: names it, 1 to 256 characters.
+        revision: names its weights, at most 256 characters: the same id with other weights computes other K/V.
+    """
+
+    lora_id: str
+    revision: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpan:
+    """Prompt tokens that stand for something else, such as an image, or an embedding that is handed in.
+
+    Attributes:
+        domain: KeyDomain.MULTIMODAL_ITEM or KeyDomain.PROMPT_EMBEDDING.
+        digest: a hash of what they stand for, 16 to 64 bytes; equal only for equal content.
+        offset: position of the first of them in the prompt, at least 0.
+        length: how many they are, at least 1; they end within the prompt.
+    """
+
+    domain: KeyDomain
+    digest: bytes
+    offset: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """Position after the last token."""
+        return self.offset + self.length
+
+
+def check_extra_keys(lora: LoraAdapter | None, spans: Sequence[PromptSpan], num_prompt_tokens: int) -> None:
+    """Check what a request brings.
+
+    Raises:
+        InvalidRequestError: a name or digest is too short or too long, or spans are not in order, overlap or end
+            beyond the prompt.
+    """
+    if lora is not None:
+        if not 1 <= len(lora.lora_id) <= MAX_NAME_CHARS:
+            raise _invalid("lora.lora_id", f"1 to {MAX_NAME_CHARS} characters", len(lora.lora_id))
+        if len(lora.revision) > MAX_NAME_CHARS:
+            raise _invalid("lora.revision", f"at most {MAX_NAME_CHARS} characters", len(lora.revision))
+    position = 0
+    for index, span in enumerate(spans):
+        field = f"spans[{index}]"
+        if span.domain not in (KeyDomain.MULTIMODAL_ITEM, KeyDomain.PROMPT_EMBEDDING):
+            raise _invalid(f"{field}.domain", "MULTIMODAL_ITEM or PROMPT_EMBEDDING", span.domain.name)
+        if not MIN_DIGEST_BYTES <= len(span.digest) <= MAX_DIGEST_BYTES:
+            raise _invalid(f"{field}.digest", f"{MIN_DIGEST_BYTES} to {MAX_DIGEST_BYTES} bytes", len(span.digest))
+        if span.length < 1:
+            raise _invalid(f"{field}.length", "at least 1 token", span.length)
+        if span.offset < position:
+            raise _invalid(f"{field}.offset", f"at least {position}, where the span before it ends", span.offset)
+        position = span.stop
+        if position > num_prompt_tokens:
+            raise _invalid(field, f"an end within the prompt's {num_prompt_tokens} tokens", position)
+
+
+def request_keys(salt: str, tenant: str | None, lora: LoraAdapter | None) -> bytes:
+    """The keys of a request's first block.
+
+    Args:
+        salt: empty is none.
+        tenant: whom alone its blocks are for; None shares them.
+        lora: None is the model itself.
+    """
+    keys: list[tuple[KeyDomain, bytes]] = []
+    if salt:
+        keys.append((KeyDomain.CACHE_SALT, salt.encode()))
+    if tenant is not None:
+        keys.append((KeyDomain.TENANT, tenant.encode()))
+    if lora is not None:
+        keys.append((KeyDomain.LORA_ID, lora.lora_id.encode()))
+        keys.append((KeyDomain.LORA_REVISION, lora.revision.encode()))
+    return encode_extra_keys(keys)
+
+
+class SpanKeys:
+    """The spans of one prompt, found by the block they lie in.
+
+    Args:
+        spans: in order, without overlap, at least one.
+    """
+
+    __slots__ = ("_spans", "_stops")
+
+    def __init__(self, spans: Sequence[PromptSpan]) -> None:
+        self._spans = list(spans)
+        self._stops = [span.stop for span in spans]
+
+    def keys_of(self, start: int, stop: int) -> bytes:
+        """The keys of the block that holds tokens [start, stop). Empty when no span reaches into it.
+
+        Each is the span's place relative to `start` (4 bytes, little-endian, negative when it began before), its length
+        (4 bytes) and its digest.
+        """
+        keys: list[tuple[KeyDomain, bytes]] = []
+        index = bisect_right(self._stops, start)
+        while index < len(self._spans) and self._spans[index].offset < stop:
+            span = self._spans[index]
+            place = (span.offset - start).to_bytes(4, "little", signed=True)
+            keys.append((span.domain, place + span.length.to_bytes(4, "little") + span.digest))
+            index += 1
+        return encode_extra_keys(keys)
+
+
+def _invalid(field: str, expected: str, got: object) -> InvalidRequestError:
+    return InvalidRequestError(
+        "INVALID_PARAMETER", f"{field}: expected {expected}, got {got}", field=field, expected=expected, got=got
+    )

@@ -1,0 +1,198 @@
+"""Who may share a block with whom: adapters, tenants, salts, and what stands behind tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvmanager_service.core.block_hash import KeyDomain, encode_extra_keys
+from kvmanager_service.core.block_tag import decode_tag, encode_tag
+from kvmanager_service.core.errors import InvalidRequestError
+from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan, SpanKeys, request_keys
+from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.request import Request
+from tests.unit.core.builders import block_ids, make_kv, make_new, make_request, make_scheduler, run_step
+
+IMAGE, EMBEDDING = KeyDomain.MULTIMODAL_ITEM, KeyDomain.PROMPT_EMBEDDING
+CAT, DOG = b"cat" + bytes(13), b"dog" + bytes(13)
+PLACEHOLDER = [5] * 17
+"""Every token is the same, so that nothing but keys can tell blocks apart."""
+
+
+def image(digest: bytes, offset: int, length: int = 6) -> PromptSpan:
+    return PromptSpan(IMAGE, digest, offset, length)
+
+
+def filled(kv: KVCacheManager, prompt: Sequence[int] = PLACEHOLDER, **values: Any) -> Request:
+    """A request that was computed and has ended."""
+    request = make_request("filled", prompt, **values)
+    assert kv.allocate_sequence(request)
+    request.num_computed_tokens = request.num_tokens
+    kv.cache_blocks(request, 0)
+    assert len(request.contents) == request.num_tokens // kv.block_size
+    kv.free(request)
+    return request
+
+
+def hits(kv: KVCacheManager, prompt: Sequence[int] = PLACEHOLDER, **values: Any) -> int:
+    return len(kv.get_computed_blocks(make_request("asks", prompt, **values)))
+
+
+WHOLE_REQUEST: list[dict[str, Any]] = [
+    {},
+    {"salt": "x"},
+    {"lora": LoraAdapter("x")},
+    {"lora": LoraAdapter("x", "1")},
+    {"lora": LoraAdapter("x", "2")},
+    {"lora": LoraAdapter("x1")},
+    {"tenant": "x", "is_isolated": True},
+    {"tenant": "", "is_isolated": True},
+    {"salt": "x", "lora": LoraAdapter("x")},
+    {"salt": "x", "tenant": "x", "is_isolated": True},
+]
+
+
+@pytest.mark.parametrize(("mine", "yours"), list(itertools.product(WHOLE_REQUEST, repeat=2)))
+def test_requests_share_blocks_only_with_the_same_salt_tenant_and_adapter(
+    mine: dict[str, Any], yours: dict[str, Any]
+) -> None:
+    kv = make_kv(41)
+    filled(kv, **mine)
+    assert hits(kv, **yours) == (4 if mine == yours else 0)
+
+
+def test_requests_of_tenants_that_are_not_isolated_share() -> None:
+    kv = make_kv(41)
+    filled(kv, tenant="a")
+    assert hits(kv, tenant="b") == hits(kv) == 4
+
+
+def test_request_keys_are_keys_of_the_first_block_only() -> None:
+    kv = make_kv(41)
+    request = make_request("a", PLACEHOLDER, salt="s", tenant="t", is_isolated=True, lora=LoraAdapter("l", "r"))
+    assert request.keys_of_block(0, 4) == request_keys("s", "t", LoraAdapter("l", "r"))
+    assert request.keys_of_block(1, 4) == b""
+    assert kv.allocate_sequence(request)
+    request.num_computed_tokens = 17
+    kv.cache_blocks(request, 0)
+    assert [bool(content.extra_keys) for content in request.contents] == [True, False, False, False]
+
+
+def test_request_keys_none_is_no_bytes() -> None:
+    assert request_keys("", None, None) == b""
+
+
+SPANS: list[tuple[PromptSpan, ...]] = [
+    (),
+    (image(CAT, 2),),
+    (image(CAT, 3),),
+    (image(DOG, 2),),
+    (image(CAT, 2, 5),),
+    (image(CAT, 2), image(CAT, 8)),
+    (PromptSpan(EMBEDDING, CAT, 2, 6),),
+]
+
+
+@pytest.mark.parametrize(("mine", "yours"), list(itertools.product(SPANS, repeat=2)))
+def test_spans_only_the_same_item_at_the_same_place_hits(
+    mine: tuple[PromptSpan, ...], yours: tuple[PromptSpan, ...]
+) -> None:
+    kv = make_kv(41)
+    filled(kv, spans=mine)
+    # The first two blocks of one cat and of a cat before another are the same.
+    share = {(SPANS[1], SPANS[5]), (SPANS[5], SPANS[1])}
+    expected = 4 if mine == yours else 2 if (mine, yours) in share else 0
+    assert hits(kv, spans=yours) == expected
+
+
+def test_spans_text_before_an_image_is_shared_whatever_the_image() -> None:
+    kv = make_kv(41)
+    filled(kv, spans=[image(CAT, 9, 3)])
+    assert hits(kv) == 2
+    assert hits(kv, spans=[image(DOG, 9, 3)]) == 2
+    assert hits(kv, spans=[image(DOG, 7, 3)]) == 1
+    assert hits(kv, spans=[image(CAT, 9, 3)]) == 4
+
+
+def test_span_keys_lie_on_the_blocks_the_item_covers_with_its_place_in_each() -> None:
+    spans = SpanKeys([image(CAT, 2), PromptSpan(EMBEDDING, DOG, 9, 2), image(DOG, 11, 1)])
+    length = (6).to_bytes(4, "little")
+
+    def place(value: int) -> bytes:
+        return value.to_bytes(4, "little", signed=True)
+
+    assert spans.keys_of(0, 4) == encode_extra_keys([(IMAGE, place(2) + length + CAT)])
+    assert spans.keys_of(4, 8) == encode_extra_keys([(IMAGE, place(-2) + length + CAT)])
+    assert spans.keys_of(8, 12) == encode_extra_keys(
+        [(EMBEDDING, place(1) + place(2) + DOG), (IMAGE, place(3) + place(1) + DOG)]
+    )
+    assert spans.keys_of(12, 16) == b""
+    assert spans.keys_of(0, 2) == spans.keys_of(8, 9) == b"", "a span begins where the block ends"
+
+
+def test_span_keys_prompt_moved_by_whole_blocks_has_the_same_keys() -> None:
+    near, far = SpanKeys([image(CAT, 2)]), SpanKeys([image(CAT, 1002)])
+    assert near.keys_of(0, 4) == far.keys_of(1000, 1004)
+
+
+def test_spans_survive_tags_and_adoption() -> None:
+    kv, spans = make_kv(41), [image(CAT, 2), image(DOG, 9)]
+    request = make_request("a", PLACEHOLDER, spans=spans, lora=LoraAdapter("l", "1"))
+    assert kv.allocate_sequence(request)
+    request.num_computed_tokens = 17
+    kv.cache_blocks(request, 0)
+    tags = [(block.block_id, encode_tag(block.content)) for block in request.blocks[:4] if block.content is not None]
+    assert len(tags) == 4
+    restarted = make_kv(41)
+    assert restarted.adopt([tag for block_id, data in tags if (tag := decode_tag(block_id, data))]) == 4
+    again = make_request("b", PLACEHOLDER, spans=spans, lora=LoraAdapter("l", "1"))
+    assert block_ids(restarted.get_computed_blocks(again)) == block_ids(request.blocks[:4])
+    assert hits(restarted, spans=spans, lora=LoraAdapter("l", "2")) == 0
+    assert hits(restarted, spans=[image(CAT, 2), image(DOG, 10)], lora=LoraAdapter("l", "1")) == 2
+
+
+def test_spans_generated_tokens_after_an_image_are_cached_and_hit() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_new("a", [1, 2, 3, 4, 5, 6], max_tokens=7, spans=[image(CAT, 3, 3)]))
+    while scheduler.has_work:
+        run_step(scheduler)
+    longer = [1, 2, 3, 4, 5, 6, *[7] * 6, 9]
+    assert hits(scheduler.kv, longer, spans=[image(CAT, 3, 3)]) == 3
+    assert hits(scheduler.kv, longer, spans=[image(DOG, 3, 3)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"lora": LoraAdapter("")}, "lora.lora_id"),
+        ({"lora": LoraAdapter("x" * 257)}, "lora.lora_id"),
+        ({"lora": LoraAdapter("x", "y" * 257)}, "lora.revision"),
+        ({"spans": [PromptSpan(KeyDomain.CACHE_SALT, CAT, 0, 1)]}, "spans[0].domain"),
+        ({"spans": [image(b"short", 0, 1)]}, "spans[0].digest"),
+        ({"spans": [image(bytes(65), 0, 1)]}, "spans[0].digest"),
+        ({"spans": [image(CAT, -1)]}, "spans[0].offset"),
+        ({"spans": [image(CAT, 0, 0)]}, "spans[0].length"),
+        ({"spans": [image(CAT, 3, 6)]}, "spans[0]"),
+        ({"spans": [image(CAT, 0, 3), image(DOG, 2, 1)]}, "spans[1].offset"),
+        ({"spans": [image(CAT, 4, 1), image(DOG, 0, 1)]}, "spans[1].offset"),
+        ({"spans": [image(CAT, 0, 3), image(DOG, 3, 2**31)]}, "spans[1]"),
+    ],
+)
+def test_scheduler_bad_key_is_refused_by_name(values: dict[str, Any], field: str) -> None:
+    scheduler = make_scheduler()
+    with pytest.raises(InvalidRequestError) as caught:
+        scheduler.add_request(make_new("a", 8, **values))
+    assert caught.value.metadata["field"] == field
+    assert not scheduler.has_work
+    scheduler.add_request(
+        make_new(
+            "a",
+            8,
+            spans=[
+                image(CAT, 2),
+            ],
+        )
+    )
