@@ -75,6 +75,13 @@ class ManagerConfig(BaseSettings):
         0, ge=0, description="Most prompt tokens of one request computed in one step; 0 means no limit."
     )
     enable_prefix_caching: bool = Field(True, description="Keep computed blocks so that later requests can share them.")
+    kv_event_buffer: int = Field(
+        16_384,
+        ge=1,
+        le=10_000_000,
+        description="How many events of the prefix cache are kept for those who follow it: 0.3 KB each at most. One who"
+        " falls farther behind starts anew with a snapshot.",
+    )
     isolate_tenants: bool = Field(
         False,
         description="Share cached blocks only among requests of one tenant. Requests that name none are a tenant, too.",

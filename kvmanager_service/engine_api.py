@@ -20,7 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.request import FinishReason, NewRequest, RequestOutput, RequestStatus
+from kvmanager_service.kv_events import KvEvents
 
 if TYPE_CHECKING:
     from kvmanager_service.text_model import TextModel
@@ -211,6 +213,12 @@ class Engine(Protocol):
         Raises:
             PoolInUseError: a request holds blocks.
         """
+
+    def kv_events(self) -> KvEvents:
+        """What changes in the prefix cache; also before there is one."""
+
+    def kv_snapshot(self) -> list[tuple[int, BlockContent]]:
+        """Return every block that is filled and can be hit, with what it holds; none before there is a pool."""
 
     def model(self) -> ModelView:
         """Describe the model.

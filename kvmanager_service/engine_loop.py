@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import structlog
 
 from kvmanager_service.config import ManagerConfig
+from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.errors import CoreError
 from kvmanager_service.core.request import NewRequest
 from kvmanager_service.core.scheduler import Scheduler
@@ -24,6 +25,7 @@ from kvmanager_service.engine_api import BlockView, EngineStats, ManagerState, M
 from kvmanager_service.engine_views import BlockViews, engine_stats, request_views
 from kvmanager_service.errors import UnavailableError
 from kvmanager_service.executor_life import ExecutorLife
+from kvmanager_service.kv_events import KvEvents
 from kvmanager_service.registry import ExecutorRegistry
 from kvmanager_service.step_loop import StepLoop
 
@@ -98,6 +100,14 @@ class EngineLoop:
         with self._kept_books():
             return self._steps.reset_prefix_cache()
 
+    def kv_events(self) -> KvEvents:
+        """See `engine_api.Engine.kv_events`."""
+        return self._steps.kv_events
+
+    def kv_snapshot(self) -> list[tuple[int, BlockContent]]:
+        """See `engine_api.Engine.kv_snapshot`."""
+        return [] if self._steps.scheduler is None else self._steps.scheduler.kv.pool.committed_contents()
+
     def model(self) -> ModelView:
         """See `engine_api.Engine.model`."""
         if self._executors.model is None:
@@ -139,6 +149,7 @@ class EngineLoop:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        self._steps.kv_events.close(self._unavailable())
         if self._state is not ManagerState.BROKEN:
             self._fail_all(self._unavailable())
 
@@ -192,5 +203,6 @@ class EngineLoop:
         self._state = ManagerState.BROKEN
         self._on_serving(False)
         self._steps.end_streams(self._unavailable())
+        self._steps.kv_events.close(self._unavailable())
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()

@@ -26,6 +26,7 @@ from kvplane.common.v1 import common_pb2
 from kvmanager_service.core.errors import (
     CoreError,
     DuplicateRequestError,
+    EventsForgottenError,
     InvalidRequestError,
     PoolExhaustedError,
     PoolInUseError,
@@ -87,6 +88,7 @@ RULES: dict[type[CoreError], Rule] = {
     ExecutorIdReusedError: Rule(grpc.StatusCode.ALREADY_EXISTS),
     QueueFullError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, QUEUE_FULL_RETRY_MS),
     PoolExhaustedError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),
+    EventsForgottenError: Rule(grpc.StatusCode.OUT_OF_RANGE),
     PoolInUseError: Rule(grpc.StatusCode.FAILED_PRECONDITION),
     PreconditionError: Rule(grpc.StatusCode.FAILED_PRECONDITION),
     ExecutorRejectedError: Rule(grpc.StatusCode.FAILED_PRECONDITION),

@@ -27,6 +27,7 @@ from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import BadResultError, Step
 from kvmanager_service.engine_api import OutputSink
 from kvmanager_service.executor_client import ExecutorLostError, ReadyExecutor, StepStream
+from kvmanager_service.kv_events import KvEvents
 from kvmanager_service.step_message import build_execute_request, read_execute_response
 
 GC_THRESHOLD = (10_000, 5, 1_000)
@@ -41,11 +42,13 @@ class StepLoop:
     Attributes:
         scheduler: the books; None before the first `fit`, and until then no call but `lose` may need them.
         kv_epoch: names the content of the cache that the books are about; 0 before there is one.
+        kv_events: for those who follow the cache.
     """
 
     def __init__(self, config: ManagerConfig) -> None:
         self.scheduler: Scheduler | None = None
         self.kv_epoch = 0
+        self.kv_events = KvEvents(config.kv_event_buffer)
         self._config = config
         self._sinks: dict[str, OutputSink] = {}
         self._wake = asyncio.Event()
@@ -82,7 +85,9 @@ class StepLoop:
     def reset_prefix_cache(self) -> int:
         """See `engine_api.Engine.reset_prefix_cache`."""
         self._wake.set()  # the executor is to forget its tags, too
-        return self._books().reset_prefix_cache()
+        forgotten = self._books().reset_prefix_cache()
+        self.kv_events.notify()
+        return forgotten
 
     def fail_all(self, error: CoreError) -> None:
         """End every request with an error."""
@@ -116,7 +121,12 @@ class StepLoop:
         if ready.tagged is None:
             return
         kv_cache = ready.kv_cache
-        kv = KVCacheManager(kv_cache.num_blocks, kv_cache.block_size, enable_caching=self._config.enable_prefix_caching)
+        kv = KVCacheManager(
+            kv_cache.num_blocks,
+            kv_cache.block_size,
+            enable_caching=self._config.enable_prefix_caching,
+            events=self.kv_events.log,
+        )
         adopted = kv.adopt(ready.tagged)
         if self.scheduler is None:
             self.scheduler = Scheduler(_scheduler_config(self._config), kv)
@@ -181,6 +191,7 @@ class StepLoop:
                 scheduler.finish(output.request_id)
             if match is not None or output.finish_reason is not None:
                 del self._sinks[output.request_id]
+        self.kv_events.notify()
         if not self._sinks:
             self._idle.set()
 

@@ -7,6 +7,7 @@ is an InternalError that names it, not a guess.
 from __future__ import annotations
 
 import enum
+import struct
 from typing import TypeVar
 
 from kvplane.common.v1 import common_pb2
@@ -16,6 +17,7 @@ from kvplane.kvmanager.v1 import kv_manager_service_pb2 as manager_pb
 
 from kvplane_client import manager_types as mt
 from kvplane_client.errors import InternalError
+from kvplane_client.kv_events import KvBlockRemoved, KvBlockStored, KvCacheCleared, KvEvent, KvEventBatch
 from kvplane_client.types import FinishReason, StopMatch, TokenLogprob, TokenLogprobs, Usage
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "block_from",
     "executor_from",
     "finish_reason_from",
+    "kv_batch_from",
     "logprobs_from",
     "model_from",
     "request_from",
@@ -145,6 +148,56 @@ def request_from(info: manager_pb.RequestInfo) -> mt.RequestInfo:
 def block_from(info: manager_pb.BlockInfo) -> mt.BlockInfo:
     """Returns one listed block."""
     return mt.BlockInfo(info.block_id, info.ref_cnt, info.block_hash.hex() or None, info.provisional)
+
+
+def kv_batch_from(response: manager_pb.WatchKvEventsResponse) -> KvEventBatch:
+    """Returns a batch of events."""
+    return KvEventBatch(
+        response.log_id, tuple(map(_kv_event_from, response.events)), response.next_sequence, response.is_snapshot
+    )
+
+
+def _kv_event_from(event: manager_pb.KvEvent) -> KvEvent:
+    kind = event.WhichOneof("event")
+    if kind == "stored":
+        stored = event.stored
+        return KvBlockStored(
+            sequence=event.sequence,
+            block_id=stored.block_id,
+            block_hash=stored.block_hash.hex(),
+            parent_block_hash=stored.parent_block_hash.hex() or None,
+            content_id=stored.content_id,
+            parent_content_id=stored.parent_content_id or None,
+            token_ids=struct.unpack(f"<{len(stored.token_ids.data) // 4}i", stored.token_ids.data),
+            group=stored.group,
+            medium=_medium(stored.medium),
+        )
+    if kind == "removed":
+        removed = event.removed
+        return KvBlockRemoved(
+            event.sequence,
+            removed.block_id,
+            removed.block_hash.hex(),
+            removed.content_id,
+            removed.group,
+            _medium(removed.medium),
+        )
+    if kind == "cleared":
+        return KvCacheCleared(event.sequence)
+    raise InternalError(
+        f"the server sent event {event.sequence} of a kind this client does not know: expected stored, removed or "
+        "cleared; a newer server needs a newer client"
+    )
+
+
+def _medium(value: manager_pb.KvMedium.ValueType) -> str:
+    try:
+        return manager_pb.KvMedium.Name(value).removeprefix("KV_MEDIUM_").lower()
+    except ValueError as error:
+        raise InternalError(
+            f"the server sent a KvMedium of {value}: expected one this client knows; "
+            "a newer server needs a newer client"
+        ) from error
 
 
 def block_filter_to(block_filter: mt.BlockFilter) -> manager_pb.BlockFilter.ValueType:

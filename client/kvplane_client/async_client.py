@@ -24,6 +24,7 @@ from kvplane_client._request_builder import build_request
 from kvplane_client._resumable import ResumableRequest
 from kvplane_client._stubs import Stubs, task_is_cancelled
 from kvplane_client.errors import KvPlaneError, RequestCancelledError, error_from_rpc
+from kvplane_client.kv_events import KvEventBatch
 from kvplane_client.manager_types import BlockFilter, BlockInfo, ExecutorInfo, Model, RequestInfo, Stats
 from kvplane_client.many import ManyStream
 from kvplane_client.retry import Deadline, RetryListener, RetryPolicy, RetryState
@@ -227,6 +228,38 @@ class AsyncClient:
         """
         request = manager_pb.ResetPrefixCacheRequest()
         return (await self._unary(self._stubs.manager.ResetPrefixCache, request)).blocks_forgotten
+
+    async def watch_kv_events(
+        self, *, log_id: str = "", from_sequence: int = 0, include_token_ids: bool = False
+    ) -> AsyncIterator[KvEventBatch]:
+        """Follows the prefix cache, without an end; :class:`KvCacheIndex` keeps what the batches tell.
+
+        A stream that breaks raises what broke it: go on from the last batch's ``log_id`` and ``next_sequence``.
+
+        Args:
+            log_id: Of the batch that from_sequence was taken from; empty starts with a snapshot.
+            from_sequence: The first event wanted; 0 starts with a snapshot.
+            include_token_ids: Adds the tokens of stored blocks: they are what users wrote.
+
+        Raises:
+            OutOfRangeError: Those events are not kept any more, or are another run's: start with a snapshot.
+            UnavailableError: The manager cannot be reached, or stops.
+        """
+        request = manager_pb.WatchKvEventsRequest(
+            log_id=log_id, from_sequence=from_sequence, include_token_ids=include_token_ids
+        )
+        call = self._stubs.manager.WatchKvEvents(request)
+        try:
+            async for response in call:
+                yield _convert.kv_batch_from(response)
+        except grpc.aio.AioRpcError as rpc_error:
+            raise error_from_rpc(rpc_error) from rpc_error
+        except asyncio.CancelledError:
+            if task_is_cancelled():
+                raise
+            raise RequestCancelledError("the client was closed while the cache was followed") from None
+        finally:
+            call.cancel()
 
     async def list_executors(self) -> Sequence[ExecutorInfo]:
         """Returns the executors whose lease is valid, in order of registration."""

@@ -17,6 +17,7 @@ import grpc
 
 from kvplane_client.async_client import AsyncClient
 from kvplane_client.errors import FailedPreconditionError, KvPlaneError, RequestCancelledError
+from kvplane_client.kv_events import KvEventBatch
 from kvplane_client.manager_types import BlockFilter, BlockInfo, ExecutorInfo, Model, RequestInfo, Stats
 from kvplane_client.retry import RetryListener, RetryPolicy
 from kvplane_client.stream import GenerationStream
@@ -189,6 +190,16 @@ class Client:
     def reset_prefix_cache(self) -> int:
         """Forgets every cached block and returns how many there were."""
         return self._thread.wait(self._client.reset_prefix_cache())
+
+    def watch_kv_events(
+        self, *, log_id: str = "", from_sequence: int = 0, include_token_ids: bool = False
+    ) -> Iterator[KvEventBatch]:
+        """Follows the prefix cache, without an end."""
+        return self._iterate(
+            self._client.watch_kv_events(
+                log_id=log_id, from_sequence=from_sequence, include_token_ids=include_token_ids
+            )
+        )
 
     def list_executors(self) -> Sequence[ExecutorInfo]:
         """Returns the executors whose lease is valid."""

@@ -9,6 +9,7 @@ Every error a user can meet is a :class:`KvPlaneError`; the tree follows the cod
     ├── ResourceExhaustedError      the queue is full (``retry_delay`` says how long to wait), or the pool is too small
     ├── FailedPreconditionError     not in this state: no chat template, cache in use
     ├── AbortedError                overtaken by a reset of the executor's cache
+    ├── OutOfRangeError             events of the cache that are not kept any more: start with a snapshot
     ├── UnavailableError            starting, draining, no executor, or no connection; the client retried in vain
     ├── RequestCancelledError       the server cancelled the call (also an ``asyncio`` cancellation of the server's own)
     ├── DeadlineExceededError       the deadline passed; the server has freed the request's blocks (also a TimeoutError)
@@ -38,6 +39,7 @@ __all__ = [
     "InvalidArgumentError",
     "KvPlaneError",
     "NotFoundError",
+    "OutOfRangeError",
     "RequestCancelledError",
     "ResourceExhaustedError",
     "UnavailableError",
@@ -118,6 +120,12 @@ class AbortedError(KvPlaneError):
     default_code = grpc.StatusCode.ABORTED
 
 
+class OutOfRangeError(KvPlaneError):
+    """Events of the prefix cache were asked for that are not kept any more."""
+
+    default_code = grpc.StatusCode.OUT_OF_RANGE
+
+
 class UnavailableError(KvPlaneError):
     """The server cannot be reached, or is starting, draining or without an executor."""
 
@@ -151,6 +159,7 @@ _CLASS_BY_CODE: dict[grpc.StatusCode, type[KvPlaneError]] = {
         ResourceExhaustedError,
         FailedPreconditionError,
         AbortedError,
+        OutOfRangeError,
         UnavailableError,
         RequestCancelledError,
         DeadlineExceededError,

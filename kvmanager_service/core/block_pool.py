@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
+from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import BlockHash
 from kvmanager_service.core.free_block_queue import FreeKVCacheBlockQueue
 
@@ -28,9 +29,10 @@ class BlockPool:
 
     Args:
         num_blocks: N, the null block included; at least 2.
+        events: told of every change to what committed blocks hold; None tells nobody.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, events: BlockEventLog | None = None) -> None:
         if num_blocks < 2:
             raise ValueError(f"expected num_blocks of at least 2 (block 0 is the null block), got {num_blocks}")
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
@@ -41,6 +43,9 @@ class BlockPool:
         self.num_evictions = 0
         self.next_serial = 1
         self._provisional: dict[int, list[tuple[KVCacheBlock, BlockContent, int]]] = {}
+        self._events = events
+        if events is not None:
+            events.cleared()
 
     @property
     def num_usable_blocks(self) -> int:
@@ -157,6 +162,8 @@ class BlockPool:
         self.num_cached_blocks += 1
         if provisional_step:
             self._provisional.setdefault(provisional_step, []).append((block, content, owner))
+        elif self._events is not None:
+            self._events.stored(block.block_id, content)
         return content
 
     def commit_step(self, step_id: int) -> list[KVCacheBlock]:
@@ -166,10 +173,13 @@ class BlockPool:
             The blocks committed; those evicted since are not among them.
         """
         committed = []
+        events = self._events
         for block, content, _ in self._provisional.pop(step_id, ()):
             if block.content is content and block.provisional_step == step_id:
                 block.provisional_step = 0
                 committed.append(block)
+                if events is not None:
+                    events.stored(block.block_id, content)
         return committed
 
     def provisional_blocks_of(self, owner: int, first_step: int) -> list[KVCacheBlock]:
@@ -218,10 +228,22 @@ class BlockPool:
     def reset_prefix_cache(self) -> list[KVCacheBlock]:
         """Forget every hash. The caller sees to it that no table relies on one. Returns the blocks that lost theirs."""
         forgotten = [block for block in self.blocks if block.content is not None]
+        events, self._events = self._events, None
         for block in forgotten:
             self._uncache(block)
         self._provisional.clear()
+        self._events = events
+        if events is not None:
+            events.cleared()
         return forgotten
+
+    def committed_contents(self) -> list[tuple[int, BlockContent]]:
+        """Every block that is filled and can be hit, by block id, with what it holds."""
+        return [
+            (block.block_id, content)
+            for block in self.blocks
+            if (content := block.content) is not None and not block.provisional_step
+        ]
 
     def adopt(
         self,
@@ -255,6 +277,8 @@ class BlockPool:
         content.blocks.remove(block)
         if not content.blocks:
             del self.cached_block_hash_to_block[content.block_hash]
+        if self._events is not None and not block.provisional_step:
+            self._events.removed(block.block_id, content)
         block.content = None
         block.provisional_step = 0
         self.num_cached_blocks -= 1

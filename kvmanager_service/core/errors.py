@@ -9,7 +9,8 @@ Station: raised by `core`, mapped to a gRPC status by `kvmanager_service.errors`
     ├── QueueFullError          too many requests wait
     ├── PoolExhaustedError      a lone request outgrew the pool
     ├── RowFailedError          the executor could not compute this request's row
-    └── PoolInUseError          the prefix cache cannot be reset while requests hold blocks
+    ├── PoolInUseError          the prefix cache cannot be reset while requests hold blocks
+    └── EventsForgottenError    the cache's events are not kept that far back
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 __all__ = [
     "CoreError",
     "DuplicateRequestError",
+    "EventsForgottenError",
     "InvalidRequestError",
     "PoolExhaustedError",
     "PoolInUseError",
@@ -66,3 +68,7 @@ class RowFailedError(CoreError):
 
 class PoolInUseError(CoreError):
     """Requests hold blocks."""
+
+
+class EventsForgottenError(CoreError):
+    """Events of the cache were asked for that are not kept any more, or are another run's."""

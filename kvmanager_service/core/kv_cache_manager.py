@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
+from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import BlockHash, HashFunction, default_hash, hash_block_tokens
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.request import TOKEN_BYTES, Request
@@ -38,6 +39,7 @@ class KVCacheManager:
         block_size: tokens per block.
         enable_caching: whether full blocks are kept for later requests.
         hash_function: what finds candidates; see `block_hash`.
+        events: told of every change to what can be hit; None tells nobody.
     """
 
     def __init__(
@@ -47,10 +49,11 @@ class KVCacheManager:
         *,
         enable_caching: bool = True,
         hash_function: HashFunction = default_hash,
+        events: BlockEventLog | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"expected block_size of at least 1, got {block_size}")
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, events)
         self.block_size = block_size
         self.enable_caching = enable_caching
         self.hash_function = hash_function

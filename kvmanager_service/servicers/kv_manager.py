@@ -5,6 +5,7 @@ Station: called by grpc, reads the engine's views, pages and filters them.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.request import RequestStatus
 from kvmanager_service.engine_api import BlockView, Engine, EngineStats, ManagerState, RequestView, TenantView
 from kvmanager_service.errors import RpcErrors
+from kvmanager_service.kv_event_messages import watch
 from kvmanager_service.request_stream import FINISH_REASONS
 from kvmanager_service.servicers.paging import page_size, read_block_token, read_request_token, request_token
 
@@ -39,7 +41,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
-    """Serves GetStats, ListRequests, ListBlocks and ResetPrefixCache."""
+    """Serves GetStats, ListRequests, ListBlocks, WatchKvEvents and ResetPrefixCache."""
 
     def __init__(self, engine: Engine, config: ManagerConfig) -> None:
         self._engine = engine
@@ -95,6 +97,14 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
                     return pb.ListBlocksResponse(blocks=page, next_page_token=str(page[-1].block_id))
                 page.append(_to_block_info(block))
             return pb.ListBlocksResponse(blocks=page, next_page_token=str(end) if end < len(blocks) else "")
+
+    async def WatchKvEvents(  # noqa: N802
+        self, request: pb.WatchKvEventsRequest, context: Context
+    ) -> AsyncIterator[pb.WatchKvEventsResponse]:
+        """Serve `WatchKvEvents`; see the proto."""
+        async with RpcErrors(context):
+            async for message in watch(self._engine, request):
+                yield message
 
     async def ResetPrefixCache(  # noqa: N802
         self, request: pb.ResetPrefixCacheRequest, context: Context

@@ -14,6 +14,7 @@ from typing import Any
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
 from executor_service.backends.sim_digest import expected_tokens
+from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import KeyDomain, default_hash
 from kvmanager_service.core.errors import (
     CoreError,
@@ -74,10 +75,17 @@ class Chaos:
         one_byte: use a hash that collides all the time; None lets the seed choose.
         faults: whether anything goes wrong at all.
         num_requests: how many come; None lets the seed choose.
+        events: told of every change of the cache.
     """
 
     def __init__(
-        self, seed: int, *, one_byte: bool | None = None, faults: bool = True, num_requests: int | None = None
+        self,
+        seed: int,
+        *,
+        one_byte: bool | None = None,
+        faults: bool = True,
+        num_requests: int | None = None,
+        events: BlockEventLog | None = None,
     ) -> None:
         self.seed = seed
         self.rng = rng = random.Random(seed)
@@ -103,7 +111,9 @@ class Chaos:
 
         def make_kv(num_blocks: int, block_size: int) -> KVCacheManager:
             hash_function = one_byte_hash if self.one_byte else default_hash
-            return KVCacheManager(num_blocks, block_size, enable_caching=caching, hash_function=hash_function)
+            return KVCacheManager(
+                num_blocks, block_size, enable_caching=caching, hash_function=hash_function, events=events
+            )
 
         self.world = World(self.num_blocks, self.block_size, config, make_kv)
         self.smallest_pool = self.pool_tokens

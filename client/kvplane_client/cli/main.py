@@ -12,7 +12,7 @@ import grpc
 import typer
 
 from kvplane_client._version import __version__
-from kvplane_client.cli import chat, generate, inventory, model, options, stats, up
+from kvplane_client.cli import chat, events, generate, inventory, model, options, stats, up
 from kvplane_client.cli.output import print_json
 
 __all__ = ["app"]
@@ -61,6 +61,7 @@ app.command()(chat.chat)
 app.command()(stats.stats)
 app.command()(inventory.requests)
 app.command()(inventory.blocks)
+app.command()(events.events)
 app.command()(stats.executors)
 app.command()(stats.abort)
 app.command("reset-cache")(stats.reset_cache)

@@ -16,10 +16,12 @@ from kvplane.kvmanager.v1 import (
 )
 
 from kvmanager_service.config import ManagerConfig
+from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.errors import CoreError, DuplicateRequestError, UnknownRequestError
 from kvmanager_service.core.request import FinishReason, NewRequest, RequestOutput
 from kvmanager_service.engine_api import BlockView, EngineStats, ManagerState, ModelView, OutputSink, RequestView
 from kvmanager_service.errors import UnavailableError
+from kvmanager_service.kv_events import KvEvents
 from kvmanager_service.registry import ExecutorRegistry
 from kvmanager_service.server import Health, ManagerServer
 from tests.unit.manager.manager_builders import model_view, text_model
@@ -35,6 +37,8 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     block_views: Sequence[BlockView] | None = None
     request_views: list[RequestView] = field(default_factory=list)
+    events: KvEvents = field(default_factory=lambda: KvEvents(8))
+    snapshot: list[tuple[int, BlockContent]] = field(default_factory=list)
     stats_value: EngineStats = field(default_factory=lambda: EngineStats(1.5, ManagerState.SERVING))
 
     def check_open(self) -> None:
@@ -87,6 +91,12 @@ class FakeEngine:
     def reset_prefix_cache(self) -> int:
         self._check()
         return 7
+
+    def kv_events(self) -> KvEvents:
+        return self.events
+
+    def kv_snapshot(self) -> list[tuple[int, BlockContent]]:
+        return self.snapshot
 
     def model(self) -> ModelView:
         if self.model_view is None:

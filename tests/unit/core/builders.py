@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
+from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import HashFunction, default_hash
 from kvmanager_service.core.errors import RowFailedError
 from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan
@@ -75,9 +76,12 @@ def make_kv(
     *,
     enable_caching: bool = True,
     hash_function: HashFunction = default_hash,
+    events: BlockEventLog | None = None,
 ) -> KVCacheManager:
     """A KV cache manager; by default 10 blocks of 4 tokens."""
-    return KVCacheManager(num_blocks, block_size, enable_caching=enable_caching, hash_function=hash_function)
+    return KVCacheManager(
+        num_blocks, block_size, enable_caching=enable_caching, hash_function=hash_function, events=events
+    )
 
 
 def make_scheduler(kv: KVCacheManager | None = None, **limits: Any) -> Scheduler:

@@ -23,6 +23,7 @@ CODES = {
     core.DuplicateRequestError: "ALREADY_EXISTS",
     core.QueueFullError: "RESOURCE_EXHAUSTED",
     core.PoolExhaustedError: "RESOURCE_EXHAUSTED",
+    core.EventsForgottenError: "OUT_OF_RANGE",
     core.PoolInUseError: "FAILED_PRECONDITION",
     core.RowFailedError: "INTERNAL",
     ExecutorIdReusedError: "ALREADY_EXISTS",

@@ -112,6 +112,26 @@ BLOCK_FILTER_FREE: BlockFilter.ValueType  # 3
 """BLOCK_FILTER_FREE selects blocks that no request references."""
 Global___BlockFilter: typing_extensions.TypeAlias = BlockFilter
 
+class _KvMedium:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _KvMediumEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_KvMedium.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    KV_MEDIUM_UNSPECIFIED: _KvMedium.ValueType  # 0
+    """KV_MEDIUM_UNSPECIFIED is never sent."""
+    KV_MEDIUM_DEVICE: _KvMedium.ValueType  # 1
+    """KV_MEDIUM_DEVICE is the executor's own cache, in which it computes."""
+
+class KvMedium(_KvMedium, metaclass=_KvMediumEnumTypeWrapper):
+    """KvMedium is where a block lies."""
+
+KV_MEDIUM_UNSPECIFIED: KvMedium.ValueType  # 0
+"""KV_MEDIUM_UNSPECIFIED is never sent."""
+KV_MEDIUM_DEVICE: KvMedium.ValueType  # 1
+"""KV_MEDIUM_DEVICE is the executor's own cache, in which it computes."""
+Global___KvMedium: typing_extensions.TypeAlias = KvMedium
+
 @typing.final
 class GetStatsRequest(google.protobuf.message.Message):
     """GetStatsRequest is empty."""
@@ -564,6 +584,216 @@ class BlockInfo(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___BlockInfo: typing_extensions.TypeAlias = BlockInfo
+
+@typing.final
+class WatchKvEventsRequest(google.protobuf.message.Message):
+    """WatchKvEventsRequest says where to start."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FROM_SEQUENCE_FIELD_NUMBER: builtins.int
+    LOG_ID_FIELD_NUMBER: builtins.int
+    INCLUDE_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    from_sequence: builtins.int
+    """from_sequence is the first event wanted, next_sequence of the last response that was applied. 0 starts with a
+    snapshot.
+    """
+    log_id: builtins.str
+    """log_id is that of the response from_sequence was taken from. Another run's gets OUT_OF_RANGE. Empty with a snapshot."""
+    include_token_ids: builtins.bool
+    """include_token_ids adds the tokens of stored blocks: they are what users wrote."""
+    def __init__(
+        self,
+        *,
+        from_sequence: builtins.int = ...,
+        log_id: builtins.str = ...,
+        include_token_ids: builtins.bool = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["from_sequence", b"from_sequence", "include_token_ids", b"include_token_ids", "log_id", b"log_id"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___WatchKvEventsRequest: typing_extensions.TypeAlias = WatchKvEventsRequest
+
+@typing.final
+class WatchKvEventsResponse(google.protobuf.message.Message):
+    """WatchKvEventsResponse is a batch of events, at most 1,000."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOG_ID_FIELD_NUMBER: builtins.int
+    EVENTS_FIELD_NUMBER: builtins.int
+    NEXT_SEQUENCE_FIELD_NUMBER: builtins.int
+    IS_SNAPSHOT_FIELD_NUMBER: builtins.int
+    log_id: builtins.str
+    """log_id names this run of the manager, and with it the sequence numbers."""
+    next_sequence: builtins.int
+    """next_sequence is the from_sequence that goes on after this response. 0 in all responses of a snapshot but its last:
+    the state is not complete before that.
+    """
+    is_snapshot: builtins.bool
+    """is_snapshot means that the events make up a state, beginning with cleared, and did not happen in this order."""
+    @property
+    def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KvEvent]:
+        """events in order."""
+
+    def __init__(
+        self,
+        *,
+        log_id: builtins.str = ...,
+        events: collections.abc.Iterable[Global___KvEvent] | None = ...,
+        next_sequence: builtins.int = ...,
+        is_snapshot: builtins.bool = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["events", b"events", "is_snapshot", b"is_snapshot", "log_id", b"log_id", "next_sequence", b"next_sequence"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___WatchKvEventsResponse: typing_extensions.TypeAlias = WatchKvEventsResponse
+
+@typing.final
+class KvEvent(google.protobuf.message.Message):
+    """KvEvent is one change of what can be hit. A block counts once the step that filled it was acknowledged."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    STORED_FIELD_NUMBER: builtins.int
+    REMOVED_FIELD_NUMBER: builtins.int
+    CLEARED_FIELD_NUMBER: builtins.int
+    sequence: builtins.int
+    """sequence is the event's number: one more than that of the event before. In a snapshot, that of the last event
+    which the state includes.
+    """
+    @property
+    def stored(self) -> Global___KvBlockStored:
+        """stored means a block can be hit from now on."""
+
+    @property
+    def removed(self) -> Global___KvBlockRemoved:
+        """removed means a block cannot be hit any more."""
+
+    @property
+    def cleared(self) -> Global___KvCacheCleared:
+        """cleared means no block can be hit: the cache was reset, or is another executor's."""
+
+    def __init__(
+        self,
+        *,
+        sequence: builtins.int = ...,
+        stored: Global___KvBlockStored | None = ...,
+        removed: Global___KvBlockRemoved | None = ...,
+        cleared: Global___KvCacheCleared | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "stored", b"stored"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cleared", b"cleared", "event", b"event", "removed", b"removed", "sequence", b"sequence", "stored", b"stored"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: typing_extensions.TypeAlias = typing.Literal["stored", "removed", "cleared"]
+    _WhichOneofArgType_event: typing_extensions.TypeAlias = typing.Literal["event", b"event"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___KvEvent: typing_extensions.TypeAlias = KvEvent
+
+@typing.final
+class KvBlockStored(google.protobuf.message.Message):
+    """KvBlockStored is a full block with its content. A request can reach it only while some block holds the content
+    parent_content_id, and so on up to a first block.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCK_ID_FIELD_NUMBER: builtins.int
+    BLOCK_HASH_FIELD_NUMBER: builtins.int
+    PARENT_BLOCK_HASH_FIELD_NUMBER: builtins.int
+    CONTENT_ID_FIELD_NUMBER: builtins.int
+    PARENT_CONTENT_ID_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    MEDIUM_FIELD_NUMBER: builtins.int
+    block_id: builtins.int
+    """block_id is the block's index in the executor's cache."""
+    block_hash: builtins.bytes
+    """block_hash is its 16-byte chain hash."""
+    parent_block_hash: builtins.bytes
+    """parent_block_hash is the chain hash of the block before. Empty for a first block."""
+    content_id: builtins.int
+    """content_id names the content: tokens in the context of one parent. Several blocks may hold it. It is never given to
+    another content, where a hash comes back when the same tokens are computed again.
+    """
+    parent_content_id: builtins.int
+    """parent_content_id names the content of the block before. 0 for a first block."""
+    group: builtins.int
+    """group is the KV group, counted from 0."""
+    medium: Global___KvMedium.ValueType
+    """medium is where the block lies."""
+    @property
+    def token_ids(self) -> kvplane.common.v1.common_pb2.Int32Array:
+        """token_ids are the block's tokens, block_size of them. Absent unless WatchKvEventsRequest.include_token_ids."""
+
+    def __init__(
+        self,
+        *,
+        block_id: builtins.int = ...,
+        block_hash: builtins.bytes = ...,
+        parent_block_hash: builtins.bytes = ...,
+        content_id: builtins.int = ...,
+        parent_content_id: builtins.int = ...,
+        token_ids: kvplane.common.v1.common_pb2.Int32Array | None = ...,
+        group: builtins.int = ...,
+        medium: Global___KvMedium.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["token_ids", b"token_ids"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_hash", b"block_hash", "block_id", b"block_id", "content_id", b"content_id", "group", b"group", "medium", b"medium", "parent_block_hash", b"parent_block_hash", "parent_content_id", b"parent_content_id", "token_ids", b"token_ids"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___KvBlockStored: typing_extensions.TypeAlias = KvBlockStored
+
+@typing.final
+class KvBlockRemoved(google.protobuf.message.Message):
+    """KvBlockRemoved is a block that does not hold a content any more. Others may."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCK_ID_FIELD_NUMBER: builtins.int
+    BLOCK_HASH_FIELD_NUMBER: builtins.int
+    CONTENT_ID_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    MEDIUM_FIELD_NUMBER: builtins.int
+    block_id: builtins.int
+    """block_id is the block's index in the executor's cache."""
+    block_hash: builtins.bytes
+    """block_hash is the chain hash of what it held."""
+    content_id: builtins.int
+    """content_id names what it held."""
+    group: builtins.int
+    """group is the KV group, counted from 0."""
+    medium: Global___KvMedium.ValueType
+    """medium is where the block lies."""
+    def __init__(
+        self,
+        *,
+        block_id: builtins.int = ...,
+        block_hash: builtins.bytes = ...,
+        content_id: builtins.int = ...,
+        group: builtins.int = ...,
+        medium: Global___KvMedium.ValueType = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_hash", b"block_hash", "block_id", b"block_id", "content_id", b"content_id", "group", b"group", "medium", b"medium"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___KvBlockRemoved: typing_extensions.TypeAlias = KvBlockRemoved
+
+@typing.final
+class KvCacheCleared(google.protobuf.message.Message):
+    """KvCacheCleared is empty."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___KvCacheCleared: typing_extensions.TypeAlias = KvCacheCleared
 
 @typing.final
 class ResetPrefixCacheRequest(google.protobuf.message.Message):

@@ -50,6 +50,11 @@ class KvManagerServiceStub(object):
                 request_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListBlocksRequest.SerializeToString,
                 response_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListBlocksResponse.FromString,
                 _registered_method=True)
+        self.WatchKvEvents = channel.unary_stream(
+                '/kvplane.kvmanager.v1.KvManagerService/WatchKvEvents',
+                request_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.WatchKvEventsRequest.SerializeToString,
+                response_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.WatchKvEventsResponse.FromString,
+                _registered_method=True)
         self.ResetPrefixCache = channel.unary_unary(
                 '/kvplane.kvmanager.v1.KvManagerService/ResetPrefixCache',
                 request_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ResetPrefixCacheRequest.SerializeToString,
@@ -84,6 +89,17 @@ class KvManagerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchKvEvents(self, request, context):
+        """WatchKvEvents streams what changes in the prefix cache: a follower that applies every event knows at any time which
+        blocks can be hit. It starts with a snapshot, or goes on where an earlier stream broke. It lasts until the client
+        cancels or the manager stops. Errors: INVALID_ARGUMENT for from_sequence without log_id or the other way round,
+        OUT_OF_RANGE when the events asked for are not kept, or a reader is so slow that they are not any more: start with
+        a snapshot then; UNAVAILABLE when the manager stops.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ResetPrefixCache(self, request, context):
         """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Errors:
         FAILED_PRECONDITION while a request holds blocks.
@@ -109,6 +125,11 @@ def add_KvManagerServiceServicer_to_server(servicer, server):
                     servicer.ListBlocks,
                     request_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListBlocksRequest.FromString,
                     response_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListBlocksResponse.SerializeToString,
+            ),
+            'WatchKvEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchKvEvents,
+                    request_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.WatchKvEventsRequest.FromString,
+                    response_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.WatchKvEventsResponse.SerializeToString,
             ),
             'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
                     servicer.ResetPrefixCache,
@@ -198,6 +219,33 @@ class KvManagerService(object):
             '/kvplane.kvmanager.v1.KvManagerService/ListBlocks',
             kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListBlocksRequest.SerializeToString,
             kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchKvEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvplane.kvmanager.v1.KvManagerService/WatchKvEvents',
+            kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.WatchKvEventsRequest.SerializeToString,
+            kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.WatchKvEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,13 @@ class KvManagerServiceStub:
     """ListBlocks returns blocks by block id. Errors: INVALID_ARGUMENT for a bad page_size or page_token, UNAVAILABLE
     before the pool exists.
     """
+    WatchKvEvents: grpc.UnaryStreamMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.WatchKvEventsRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.WatchKvEventsResponse]
+    """WatchKvEvents streams what changes in the prefix cache: a follower that applies every event knows at any time which
+    blocks can be hit. It starts with a snapshot, or goes on where an earlier stream broke. It lasts until the client
+    cancels or the manager stops. Errors: INVALID_ARGUMENT for from_sequence without log_id or the other way round,
+    OUT_OF_RANGE when the events asked for are not kept, or a reader is so slow that they are not any more: start with
+    a snapshot then; UNAVAILABLE when the manager stops.
+    """
     ResetPrefixCache: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ResetPrefixCacheRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ResetPrefixCacheResponse]
     """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Errors:
     FAILED_PRECONDITION while a request holds blocks.
@@ -56,6 +63,13 @@ class KvManagerServiceAsyncStub(KvManagerServiceStub):
     ListBlocks: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListBlocksRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ListBlocksResponse]  # type: ignore[assignment]
     """ListBlocks returns blocks by block id. Errors: INVALID_ARGUMENT for a bad page_size or page_token, UNAVAILABLE
     before the pool exists.
+    """
+    WatchKvEvents: grpc.aio.UnaryStreamMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.WatchKvEventsRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.WatchKvEventsResponse]  # type: ignore[assignment]
+    """WatchKvEvents streams what changes in the prefix cache: a follower that applies every event knows at any time which
+    blocks can be hit. It starts with a snapshot, or goes on where an earlier stream broke. It lasts until the client
+    cancels or the manager stops. Errors: INVALID_ARGUMENT for from_sequence without log_id or the other way round,
+    OUT_OF_RANGE when the events asked for are not kept, or a reader is so slow that they are not any more: start with
+    a snapshot then; UNAVAILABLE when the manager stops.
     """
     ResetPrefixCache: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ResetPrefixCacheRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
     """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Errors:
@@ -91,6 +105,19 @@ class KvManagerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvplane.kvmanager.v1.kv_manager_service_pb2.ListBlocksResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListBlocksResponse]]:
         """ListBlocks returns blocks by block id. Errors: INVALID_ARGUMENT for a bad page_size or page_token, UNAVAILABLE
         before the pool exists.
+        """
+
+    @abc.abstractmethod
+    def WatchKvEvents(
+        self,
+        request: kvplane.kvmanager.v1.kv_manager_service_pb2.WatchKvEventsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[kvplane.kvmanager.v1.kv_manager_service_pb2.WatchKvEventsResponse], collections.abc.AsyncIterator[kvplane.kvmanager.v1.kv_manager_service_pb2.WatchKvEventsResponse]]:
+        """WatchKvEvents streams what changes in the prefix cache: a follower that applies every event knows at any time which
+        blocks can be hit. It starts with a snapshot, or goes on where an earlier stream broke. It lasts until the client
+        cancels or the manager stops. Errors: INVALID_ARGUMENT for from_sequence without log_id or the other way round,
+        OUT_OF_RANGE when the events asked for are not kept, or a reader is so slow that they are not any more: start with
+        a snapshot then; UNAVAILABLE when the manager stops.
         """
 
     @abc.abstractmethod
