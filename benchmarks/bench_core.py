@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 from kvmanager_service.core import is_compiled
 from kvmanager_service.core.block import KVCacheBlock
+from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import default_hash, hash_block_tokens
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
@@ -146,7 +147,8 @@ def allocation(rounds: int) -> list[Figure]:
 def decoding(rounds: int, rows: int) -> list[Figure]:
     """schedule() + update() with all requests decoding, one step queued ahead; and writing the step's message."""
     rng, steps, prompt_len = random.Random(0), 100, 256
-    kv = KVCacheManager(rows * (prompt_len // BLOCK_SIZE + (rounds + 1) * steps // BLOCK_SIZE + 4), BLOCK_SIZE)
+    num_blocks = rows * (prompt_len // BLOCK_SIZE + (rounds + 1) * steps // BLOCK_SIZE + 4)
+    kv = KVCacheManager(num_blocks, BLOCK_SIZE, events=BlockEventLog(16_384))  # as the manager has one
     config = SchedulerConfig(max_num_seqs=rows, max_waiting=rows, max_num_batched_tokens=rows * prompt_len)
     scheduler = Scheduler(config, kv)
     for index in range(rows):

@@ -193,6 +193,13 @@ class _Manager(manager_grpc.KvManagerServiceServicer):
     async def ListBlocks(self, request: Any, context: Any) -> Any:
         return await _unary(self._scripts, "ListBlocks", request, context, _page_of_blocks(request))
 
+    async def WatchKvEvents(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        """Two batches, then what a stream that fell behind ends with."""
+        self._scripts.seen.append(("WatchKvEvents", request))
+        for message in KV_EVENTS:
+            yield message
+        await context.abort(grpc.StatusCode.OUT_OF_RANGE, "too slow")
+
     async def ResetPrefixCache(self, request: Any, context: Any) -> Any:
         response = manager_pb.ResetPrefixCacheResponse(blocks_forgotten=4)
         return await _unary(self._scripts, "ResetPrefixCache", request, context, response)
@@ -260,6 +267,34 @@ BLOCKS = [
     manager_pb.BlockInfo(block_id=3, ref_cnt=1, block_hash=b"\x02" * 16, provisional=True),
     manager_pb.BlockInfo(block_id=4, ref_cnt=0, block_hash=b"\x03" * 16),
     manager_pb.BlockInfo(block_id=70, ref_cnt=0),
+]
+KV_EVENTS = [
+    manager_pb.WatchKvEventsResponse(
+        log_id="log",
+        events=[
+            manager_pb.KvEvent(sequence=4, cleared=manager_pb.KvCacheCleared()),
+            manager_pb.KvEvent(
+                sequence=4,
+                stored=manager_pb.KvBlockStored(
+                    block_id=7, block_hash=b"\xaa", content_id=1, medium=manager_pb.KV_MEDIUM_DEVICE
+                ),
+            ),
+        ],
+        next_sequence=5,
+        is_snapshot=True,
+    ),
+    manager_pb.WatchKvEventsResponse(
+        log_id="log",
+        events=[
+            manager_pb.KvEvent(
+                sequence=5,
+                removed=manager_pb.KvBlockRemoved(
+                    block_id=7, block_hash=b"\xaa", content_id=1, medium=manager_pb.KV_MEDIUM_DEVICE
+                ),
+            )
+        ],
+        next_sequence=6,
+    ),
 ]
 EXECUTORS = registry_pb.ListExecutorsResponse(
     executors=[

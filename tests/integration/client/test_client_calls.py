@@ -18,8 +18,10 @@ from kvplane_client import (
     ExecutorState,
     FailedPreconditionError,
     InvalidArgumentError,
+    KvCacheIndex,
     KvPlaneError,
     ManagerState,
+    OutOfRangeError,
     PoolStats,
     RequestCancelledError,
     RequestStatus,
@@ -46,6 +48,25 @@ async def test_get_stats_returns_plain_values(client: AsyncClient) -> None:
     assert stats.pool == PoolStats(16, 10, 6, 5, 9)
     assert stats.requests_finished == {"stop": 3, "length": 1}
     assert (stats.settings.policy, stats.settings.max_waiting) == ("fcfs", 64)
+
+
+async def test_watch_kv_events_yields_batches_and_raises_what_ends_them(
+    client: AsyncClient, manager: ScriptedManager
+) -> None:
+    index, held = KvCacheIndex(), []
+
+    async def follow() -> None:
+        async for batch in client.watch_kv_events(log_id="log", from_sequence=4, include_token_ids=True):
+            index.apply(batch)
+            held.append(index.reachable())
+
+    with pytest.raises(OutOfRangeError, match="too slow"):
+        await follow()
+
+    assert held == [{"aa"}, set()]
+    assert (index.log_id, index.next_sequence) == ("log", 6)
+    (asked,) = manager.scripts.of("WatchKvEvents")
+    assert (asked.log_id, asked.from_sequence, asked.include_token_ids) == ("log", 4, True)
 
 
 async def test_get_model_returns_plain_values(client: AsyncClient) -> None:

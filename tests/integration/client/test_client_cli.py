@@ -177,7 +177,7 @@ def test_error_is_explained_without_a_traceback(cli: Cli, threaded_manager: Thre
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["generate", "a"], ["stats"], ["requests"], ["blocks"], ["executors"], ["abort", "x"], ["model", "info"],
+        ["generate", "a"], ["stats"], ["requests"], ["blocks"], ["events"], ["executors"], ["abort", "x"], ["model", "info"],
         ["reset-cache"], ["stats", "--wait", "0.2"],
     ],
 )  # fmt: skip
@@ -247,6 +247,34 @@ def test_requests_shows_block_tables_of_every_page(cli: Cli, threaded_manager: T
     assert document["requests"][0]["block_table"] == [1, 2, 3, 7]
     asked = threaded_manager.scripts.of("ListRequests")
     assert (asked[0].include_finished, asked[-1].include_finished) == (True, False)
+
+
+def test_events_are_lines_or_json_until_the_stream_ends(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    plain, result = cli("events"), cli("events", "--since", "log:4", "--token-ids", "--json")
+
+    assert (plain.exit_code, result.exit_code) == (1, 1)
+    assert plain.stdout.splitlines() == [
+        "       4 cleared", "       4 stored  block 7      aa first", "       5 removed block 7      aa",
+    ]  # fmt: skip
+    assert "too slow" in plain.stderr
+    documents = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(one["next"], one["is_snapshot"]) for one in documents] == [("log:5", True), ("log:6", False)]
+    assert documents[1]["events"] == [
+        {
+            "event": "removed", "sequence": 5, "block_id": 7, "block_hash": "aa", "content_id": 1, "group": 0,
+            "medium": "device",
+        }
+    ]  # fmt: skip
+    asked = threaded_manager.scripts.of("WatchKvEvents")
+    assert [(one.log_id, one.from_sequence, one.include_token_ids) for one in asked] == [
+        ("", 0, False),
+        ("log", 4, True),
+    ]
+
+
+@pytest.mark.parametrize("since", ["log", ":4", "log:0", "log:x"])
+def test_events_since_that_is_no_position_is_wrong_usage(cli: Cli, since: str) -> None:
+    assert cli("events", "--since", since).exit_code == 2
 
 
 def test_blocks_draws_a_map_a_list_and_json(cli: Cli) -> None:
@@ -417,7 +445,18 @@ def test_reader_that_goes_away_causes_no_traceback(cli: Cli) -> None:
 
 def test_every_command_explains_itself_with_examples() -> None:
     runner = CliRunner()
-    for name in ("up", "generate", "chat", "stats", "requests", "blocks", "executors", "abort", "reset-cache"):
+    for name in (
+        "up",
+        "generate",
+        "chat",
+        "stats",
+        "requests",
+        "blocks",
+        "events",
+        "executors",
+        "abort",
+        "reset-cache",
+    ):
         shown = runner.invoke(app, [name, "--help"])
         assert shown.exit_code == 0
         assert f"kvplane {name}" in shown.stdout
