@@ -177,8 +177,8 @@ def test_error_is_explained_without_a_traceback(cli: Cli, threaded_manager: Thre
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["generate", "a"], ["stats"], ["requests"], ["blocks"], ["events"], ["executors"], ["abort", "x"], ["model", "info"],
-        ["reset-cache"], ["stats", "--wait", "0.2"],
+        ["generate", "a"], ["stats"], ["requests"], ["blocks"], ["events"], ["executors"], ["abort", "x"],
+        ["model", "info"], ["reset-cache"], ["stats", "--wait", "0.2"],
     ],
 )  # fmt: skip
 def test_unreachable_server_exits_with_3(nobody: Cli, arguments: list[str]) -> None:

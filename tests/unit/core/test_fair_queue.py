@@ -166,6 +166,7 @@ def test_fair_queue_many_tenants_come_and_go_and_none_is_kept() -> None:
     assert queue.peek() is kept
 
 
+@pytest.mark.patches_core
 def test_fair_queue_ten_thousand_tenants_cost_few_comparisons_each() -> None:
     """Add, charge, peek and remove are O(log tenants): each looks at the counter a few times log2 n at most."""
     compared = 0
@@ -196,7 +197,7 @@ def test_fair_queue_ten_thousand_tenants_cost_few_comparisons_each() -> None:
     compared = 0
     for _ in range(10_000):
         admit(queue)
-    assert compared <= 10_000 * 4 * math.log2(10_000)
+    assert 0 < compared <= 10_000 * 4 * math.log2(10_000)
 
 
 @pytest.mark.parametrize("values", [{"input": 0}, {"output": math.inf}, {"output": math.nan}, {"cached": 1.5}])
