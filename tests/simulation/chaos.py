@@ -75,6 +75,7 @@ class Chaos:
         one_byte: use a hash that collides all the time; None lets the seed choose.
         faults: whether anything goes wrong at all.
         num_requests: how many come; None lets the seed choose.
+        policy: the scheduler's; None lets the seed choose.
         events: told of every change of the cache.
     """
 
@@ -85,6 +86,7 @@ class Chaos:
         one_byte: bool | None = None,
         faults: bool = True,
         num_requests: int | None = None,
+        policy: str | None = None,
         events: BlockEventLog | None = None,
     ) -> None:
         self.seed = seed
@@ -95,12 +97,12 @@ class Chaos:
         self.one_byte = chosen if one_byte is None else one_byte
         caching = rng.random() < 0.95
         budget = rng.choice((rng.randint(1, 8), rng.randint(8, 64), 4096))
-        policy = rng.choice(("fcfs", "priority"))
+        chosen_policy = rng.choice(("fcfs", "priority"))
         # Of its own, so that what is drawn from it changes nothing of what is drawn from the other.
         self.more = more = random.Random(f"more of {seed}")
         self.has_keys = more.random() < 0.3
         config = SchedulerConfig(
-            policy=policy if more.random() < 0.7 else "fair",
+            policy=policy or (chosen_policy if more.random() < 0.7 else "fair"),
             max_num_batched_tokens=budget,
             max_num_seqs=rng.choice((1, 3, 8, 64)),
             max_waiting=rng.choice((2, 100)),

@@ -27,6 +27,12 @@ def test_simulation_random_faults_every_output_is_the_oracles(seed: int) -> None
     Chaos(seed).run()
 
 
+@pytest.mark.parametrize("seed", range(FIRST_SEED + 1000, FIRST_SEED + 1000 + NUM_SEEDS // 2))
+def test_simulation_fair_policy_every_request_of_every_tenant_ends(seed: int) -> None:
+    """Three tenants, whatever fails: a life that does not come to an end is an error of its own."""
+    Chaos(seed, policy="fair").run()
+
+
 @pytest.mark.patches_core
 @pytest.mark.parametrize("one_byte", [False, True])
 def test_simulation_request_is_admitted_whenever_a_lookup_finds_enough(
