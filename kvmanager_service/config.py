@@ -82,6 +82,13 @@ class ManagerConfig(BaseSettings):
         description="How many events of the prefix cache are kept for those who follow it: 0.3 KB each at most. One who"
         " falls farther behind starts anew with a snapshot.",
     )
+    block_history: int = Field(
+        0,
+        ge=0,
+        le=1_000_000,
+        description="How many moments in the lives of blocks are kept for `kvplane blocks trace`: 0.2 KB each. 0 keeps"
+        " none and costs nothing.",
+    )
     isolate_tenants: bool = Field(
         False,
         description="Share cached blocks only among requests of one tenant. Requests that name none are a tenant, too.",

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from kvmanager_service.core.block import BlockContent
+from kvmanager_service.core.block_history import BlockRecord
 from kvmanager_service.core.request import FinishReason, NewRequest, RequestOutput, RequestStatus
 from kvmanager_service.kv_events import KvEvents
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from kvmanager_service.text_model import TextModel
 
 __all__ = [
+    "BlockTrace",
     "BlockView",
     "Engine",
     "EngineStats",
@@ -158,6 +160,14 @@ class BlockView:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockTrace:
+    """What is kept of one block's life, oldest first; `num_dropped` records of any block are not kept any more."""
+
+    records: Sequence[BlockRecord]
+    num_dropped: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelView:
     """The model being served; `GetModelResponse` and what admission needs beside it. `text` None: no tokenizer."""
 
@@ -212,6 +222,15 @@ class Engine(Protocol):
 
         Raises:
             PoolInUseError: a request holds blocks.
+        """
+
+    def block_trace(self, block_id: int) -> BlockTrace:
+        """Return what is kept of a block's life.
+
+        Raises:
+            PreconditionError: no history is kept.
+            InvalidRequestError: there is no such block.
+            UnavailableError: no pool exists yet.
         """
 
     def kv_events(self) -> KvEvents:

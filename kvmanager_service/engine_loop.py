@@ -21,8 +21,16 @@ from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.errors import CoreError
 from kvmanager_service.core.request import NewRequest
 from kvmanager_service.core.scheduler import Scheduler
-from kvmanager_service.engine_api import BlockView, EngineStats, ManagerState, ModelView, OutputSink, RequestView
-from kvmanager_service.engine_views import BlockViews, engine_stats, request_views
+from kvmanager_service.engine_api import (
+    BlockTrace,
+    BlockView,
+    EngineStats,
+    ManagerState,
+    ModelView,
+    OutputSink,
+    RequestView,
+)
+from kvmanager_service.engine_views import BlockViews, block_trace, engine_stats, request_views
 from kvmanager_service.errors import UnavailableError
 from kvmanager_service.executor_life import ExecutorLife
 from kvmanager_service.kv_events import KvEvents
@@ -99,6 +107,10 @@ class EngineLoop:
         self._books()
         with self._kept_books():
             return self._steps.reset_prefix_cache()
+
+    def block_trace(self, block_id: int) -> BlockTrace:
+        """See `engine_api.Engine.block_trace`."""
+        return block_trace(self._books().kv.pool, block_id)
 
     def kv_events(self) -> KvEvents:
         """See `engine_api.Engine.kv_events`."""

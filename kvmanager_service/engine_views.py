@@ -10,9 +10,19 @@ from collections.abc import Sequence
 from typing import overload
 
 from kvmanager_service.core.block_pool import BlockPool
+from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.core.request import Request, RequestStatus
 from kvmanager_service.core.scheduler import Scheduler
-from kvmanager_service.engine_api import BlockView, EngineStats, ManagerState, PoolView, RequestView, TenantView
+from kvmanager_service.engine_api import (
+    BlockTrace,
+    BlockView,
+    EngineStats,
+    ManagerState,
+    PoolView,
+    RequestView,
+    TenantView,
+)
+from kvmanager_service.errors import PreconditionError
 
 MAX_TENANTS_SHOWN = 1_000
 
@@ -92,6 +102,29 @@ def _request_view(request: Request, now: float) -> RequestView:
         finish_reason=request.finish_reason,
         tenant=request.tenant,
     )
+
+
+def block_trace(pool: BlockPool, block_id: int) -> BlockTrace:
+    """What is kept of a block's life.
+
+    Raises:
+        PreconditionError: no history is kept.
+        InvalidRequestError: there is no such block.
+    """
+    history = pool.history
+    if history is None:
+        raise PreconditionError(
+            "NO_BLOCK_HISTORY",
+            "expected a manager that keeps the history of its blocks, got one that does not; start it with"
+            " --block-history 100000",
+        )
+    if not 1 <= block_id <= pool.num_usable_blocks:
+        raise InvalidRequestError(
+            "INVALID_PARAMETER",
+            f"block_id: expected 1 to {pool.num_usable_blocks}, got {block_id}; `kvplane blocks --list` shows them",
+            field="block_id",
+        )
+    return BlockTrace(history.of(block_id), history.num_dropped)
 
 
 class BlockViews(Sequence[BlockView]):

@@ -18,6 +18,7 @@ import structlog
 from kvplane.executor.v1.executor_service_pb2 import ExecuteResponse
 
 from kvmanager_service.config import ManagerConfig
+from kvmanager_service.core.block_history import BlockHistory
 from kvmanager_service.core.errors import CoreError
 from kvmanager_service.core.fair_queue import FairWeights
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
@@ -126,6 +127,7 @@ class StepLoop:
             kv_cache.block_size,
             enable_caching=self._config.enable_prefix_caching,
             events=self.kv_events.log,
+            history=BlockHistory(self._config.block_history) if self._config.block_history else None,
         )
         adopted = kv.adopt(ready.tagged)
         if self.scheduler is None:

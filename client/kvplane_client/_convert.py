@@ -31,6 +31,7 @@ __all__ = [
     "request_from",
     "stats_from",
     "stop_match_from",
+    "trace_from",
     "usage_from",
 ]
 
@@ -148,6 +149,21 @@ def request_from(info: manager_pb.RequestInfo) -> mt.RequestInfo:
 def block_from(info: manager_pb.BlockInfo) -> mt.BlockInfo:
     """Returns one listed block."""
     return mt.BlockInfo(info.block_id, info.ref_cnt, info.block_hash.hex() or None, info.provisional)
+
+
+def trace_from(block_id: int, response: manager_pb.TraceBlockResponse) -> mt.BlockTrace:
+    """Returns a block's life."""
+    records = tuple(
+        mt.BlockRecord(
+            order=record.order,
+            moment=_enum(mt.BlockMoment, manager_pb.BlockMoment.Name, record.moment, "BLOCK_MOMENT_"),
+            request_id=record.request_id or None,
+            step_id=record.step_id or None,
+            block_hash=record.block_hash.hex() or None,
+        )
+        for record in response.records
+    )
+    return mt.BlockTrace(block_id, records, response.is_whole)
 
 
 def kv_batch_from(response: manager_pb.WatchKvEventsResponse) -> KvEventBatch:

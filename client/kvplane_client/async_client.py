@@ -25,7 +25,7 @@ from kvplane_client._resumable import ResumableRequest
 from kvplane_client._stubs import Stubs, task_is_cancelled
 from kvplane_client.errors import KvPlaneError, RequestCancelledError, error_from_rpc
 from kvplane_client.kv_events import KvEventBatch
-from kvplane_client.manager_types import BlockFilter, BlockInfo, ExecutorInfo, Model, RequestInfo, Stats
+from kvplane_client.manager_types import BlockFilter, BlockInfo, BlockTrace, ExecutorInfo, Model, RequestInfo, Stats
 from kvplane_client.many import ManyStream
 from kvplane_client.retry import Deadline, RetryListener, RetryPolicy, RetryState
 from kvplane_client.stream import GenerationStream
@@ -216,6 +216,16 @@ class AsyncClient:
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
+
+    async def trace_block(self, block_id: int) -> BlockTrace:
+        """Returns what became of a block, as far back as the manager keeps it.
+
+        Raises:
+            FailedPreconditionError: The manager keeps no history.
+            InvalidArgumentError: There is no such block.
+        """
+        request = manager_pb.TraceBlockRequest(block_id=block_id)
+        return _convert.trace_from(block_id, await self._unary(self._stubs.manager.TraceBlock, request))
 
     async def reset_prefix_cache(self) -> int:
         """Forgets every cached block.

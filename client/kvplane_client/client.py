@@ -18,7 +18,7 @@ import grpc
 from kvplane_client.async_client import AsyncClient
 from kvplane_client.errors import FailedPreconditionError, KvPlaneError, RequestCancelledError
 from kvplane_client.kv_events import KvEventBatch
-from kvplane_client.manager_types import BlockFilter, BlockInfo, ExecutorInfo, Model, RequestInfo, Stats
+from kvplane_client.manager_types import BlockFilter, BlockInfo, BlockTrace, ExecutorInfo, Model, RequestInfo, Stats
 from kvplane_client.retry import RetryListener, RetryPolicy
 from kvplane_client.stream import GenerationStream
 from kvplane_client.types import Chunk, Completion, GenerateOptions, Prompt
@@ -186,6 +186,10 @@ class Client:
     def list_blocks(self, block_filter: BlockFilter = BlockFilter.ALL, *, page_size: int = 0) -> Iterator[BlockInfo]:
         """Lists blocks, page after page."""
         return self._iterate(self._client.list_blocks(block_filter, page_size=page_size))
+
+    def trace_block(self, block_id: int) -> BlockTrace:
+        """Returns what became of a block."""
+        return self._thread.wait(self._client.trace_block(block_id))
 
     def reset_prefix_cache(self) -> int:
         """Forgets every cached block and returns how many there were."""

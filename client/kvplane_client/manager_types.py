@@ -13,6 +13,9 @@ from kvplane_client.types import FinishReason
 __all__ = [
     "BlockFilter",
     "BlockInfo",
+    "BlockMoment",
+    "BlockRecord",
+    "BlockTrace",
     "ExecutorInfo",
     "ExecutorState",
     "ManagerState",
@@ -198,6 +201,55 @@ class BlockInfo:
     ref_cnt: int
     block_hash: str | None
     provisional: bool
+
+
+class BlockMoment(enum.StrEnum):
+    """A moment in a block's life."""
+
+    ALLOCATED = "allocated"
+    """Handed out to a request, to be written."""
+    HASHED = "hashed"
+    """It got a hash: the step just decided makes it full."""
+    FILLED = "filled"
+    """The step that fills it was acknowledged."""
+    HIT = "hit"
+    """A request found it in the prefix cache."""
+    FREED = "freed"
+    """A request gave it back."""
+    EVICTED = "evicted"
+    """It lost its hash as it was handed out for something else."""
+    FORGOTTEN = "forgotten"
+    """It lost its hash: its step was lost or failed, or the cache was reset."""
+    ADOPTED = "adopted"
+    """An earlier manager had it filled."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRecord:
+    """One moment of one block.
+
+    Attributes:
+        order: Grows with each record of any block.
+        moment: What happened.
+        request_id: Whose doing it was, or None.
+        step_id: The step that fills it, for HASHED and FILLED, or None.
+        block_hash: The chain hash in hexadecimal that it got, had or lost, or None.
+    """
+
+    order: int
+    moment: BlockMoment
+    request_id: str | None
+    step_id: int | None
+    block_hash: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTrace:
+    """A block's life, oldest first; is_whole when nothing is missing since the cache was set up."""
+
+    block_id: int
+    records: tuple[BlockRecord, ...]
+    is_whole: bool
 
 
 @dataclass(frozen=True, slots=True)

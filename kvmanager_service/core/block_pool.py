@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import BlockHash
+from kvmanager_service.core.block_history import BlockHistory, BlockMoment
 from kvmanager_service.core.free_block_queue import FreeKVCacheBlockQueue
 
 NULL_BLOCK_ID = 0
@@ -30,9 +31,12 @@ class BlockPool:
     Args:
         num_blocks: N, the null block included; at least 2.
         events: told of every change to what committed blocks hold; None tells nobody.
+        history: told of what becomes of each block; None tells nobody.
     """
 
-    def __init__(self, num_blocks: int, events: BlockEventLog | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, events: BlockEventLog | None = None, history: BlockHistory | None = None
+    ) -> None:
         if num_blocks < 2:
             raise ValueError(f"expected num_blocks of at least 2 (block 0 is the null block), got {num_blocks}")
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
@@ -43,6 +47,7 @@ class BlockPool:
         self.num_evictions = 0
         self.next_serial = 1
         self._provisional: dict[int, list[tuple[KVCacheBlock, BlockContent, int]]] = {}
+        self.history = history
         self._events = events
         if events is not None:
             events.cleared()
@@ -67,7 +72,7 @@ class BlockPool:
         for block in blocks:
             block.ref_cnt = 1
             if block.content is not None:
-                self._uncache(block)
+                self._uncache(block, BlockMoment.EVICTED)
                 self.num_evictions += 1
         return blocks
 
@@ -160,6 +165,9 @@ class BlockPool:
         block.content = content
         block.provisional_step = provisional_step
         self.num_cached_blocks += 1
+        if self.history is not None:
+            moment = BlockMoment.HASHED if provisional_step else BlockMoment.ADOPTED
+            self.history.note(block.block_id, moment, step_id=provisional_step, block_hash=block_hash)
         if provisional_step:
             self._provisional.setdefault(provisional_step, []).append((block, content, owner))
         elif self._events is not None:
@@ -180,6 +188,10 @@ class BlockPool:
                 committed.append(block)
                 if events is not None:
                     events.stored(block.block_id, content)
+                if self.history is not None:
+                    self.history.note(
+                        block.block_id, BlockMoment.FILLED, step_id=step_id, block_hash=content.block_hash
+                    )
         return committed
 
     def provisional_blocks_of(self, owner: int, first_step: int) -> list[KVCacheBlock]:
@@ -271,9 +283,11 @@ class BlockPool:
         self.free_blocks((block,))
         return content
 
-    def _uncache(self, block: KVCacheBlock) -> None:
+    def _uncache(self, block: KVCacheBlock, moment: BlockMoment = BlockMoment.FORGOTTEN) -> None:
         content = block.content
         assert content is not None
+        if self.history is not None:
+            self.history.note(block.block_id, moment, block_hash=content.block_hash)
         content.blocks.remove(block)
         if not content.blocks:
             del self.cached_block_hash_to_block[content.block_hash]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import BlockHash, HashFunction, default_hash, hash_block_tokens
+from kvmanager_service.core.block_history import BlockHistory, BlockMoment
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.request import TOKEN_BYTES, Request
 
@@ -40,6 +41,7 @@ class KVCacheManager:
         enable_caching: whether full blocks are kept for later requests.
         hash_function: what finds candidates; see `block_hash`.
         events: told of every change to what can be hit; None tells nobody.
+        history: told of what becomes of each block; None tells nobody.
     """
 
     def __init__(
@@ -50,10 +52,11 @@ class KVCacheManager:
         enable_caching: bool = True,
         hash_function: HashFunction = default_hash,
         events: BlockEventLog | None = None,
+        history: BlockHistory | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"expected block_size of at least 1, got {block_size}")
-        self.pool = BlockPool(num_blocks, events)
+        self.pool = BlockPool(num_blocks, events, history)
         self.block_size = block_size
         self.enable_caching = enable_caching
         self.hash_function = hash_function
@@ -114,10 +117,13 @@ class KVCacheManager:
             assert not request.blocks
             self.pool.touch(hits)
             self._extend_table(request, hits)
+            self._note(request, hits, BlockMoment.HIT)
             request.contents = [content for block in hits if (content := block.content) is not None]
             request.num_computed_tokens = len(hits) * self.block_size
         if needed > 0:
-            self._extend_table(request, self.pool.get_new_blocks(needed))
+            blocks = self.pool.get_new_blocks(needed)
+            self._extend_table(request, blocks)
+            self._note(request, blocks, BlockMoment.ALLOCATED)
         return True
 
     def allocate_sequence(self, request: Request, reserve: int = 0) -> bool:
@@ -188,6 +194,7 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Take all blocks back, the deepest first, so that the deepest part of a prefix is evicted first."""
         self.pool.free_blocks(reversed(request.blocks))
+        self._note(request, request.blocks, BlockMoment.FREED)
         request.blocks = []
         request.block_id_bytes = bytearray()
         request.contents = []
@@ -266,6 +273,13 @@ class KVCacheManager:
             tokens = request.tokens(index * size, (index + 1) * size)
             keys = b"" if index and request.spans is None else request.keys_of_block(index, size)
             hashes.append(hash_block_tokens(self.hash_function, parent_hash, tokens, keys))
+
+    def _note(self, request: Request, blocks: list[KVCacheBlock], moment: BlockMoment) -> None:
+        """Tell the history what a request did with blocks, if there is one."""
+        history = self.pool.history
+        if history is not None:
+            for block in blocks:
+                history.note(block.block_id, moment, request_id=request.request_id, block_hash=block.block_hash or b"")
 
     @staticmethod
     def _extend_table(request: Request, blocks: list[KVCacheBlock]) -> None:

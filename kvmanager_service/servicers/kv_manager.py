@@ -13,6 +13,7 @@ from kvplane.kvmanager.v1 import kv_manager_service_pb2 as pb
 from kvplane.kvmanager.v1 import kv_manager_service_pb2_grpc as pb_grpc
 
 from kvmanager_service.config import ManagerConfig
+from kvmanager_service.core.block_history import BlockMoment, BlockRecord
 from kvmanager_service.core.request import RequestStatus
 from kvmanager_service.engine_api import BlockView, Engine, EngineStats, ManagerState, RequestView, TenantView
 from kvmanager_service.errors import RpcErrors
@@ -34,6 +35,18 @@ _STATUSES = {
     RequestStatus.PREEMPTED: pb.REQUEST_STATUS_PREEMPTED,
     RequestStatus.FINISHED: pb.REQUEST_STATUS_FINISHED,
 }
+_MOMENTS = {
+    BlockMoment.ALLOCATED: pb.BLOCK_MOMENT_ALLOCATED,
+    BlockMoment.HASHED: pb.BLOCK_MOMENT_HASHED,
+    BlockMoment.FILLED: pb.BLOCK_MOMENT_FILLED,
+    BlockMoment.HIT: pb.BLOCK_MOMENT_HIT,
+    BlockMoment.FREED: pb.BLOCK_MOMENT_FREED,
+    BlockMoment.EVICTED: pb.BLOCK_MOMENT_EVICTED,
+    BlockMoment.FORGOTTEN: pb.BLOCK_MOMENT_FORGOTTEN,
+    BlockMoment.ADOPTED: pb.BLOCK_MOMENT_ADOPTED,
+}
+MAX_RECORDS = 1_000
+"""Records in one TraceBlock response, the newest."""
 MAX_BLOCKS_LOOKED_AT = 10_000
 """Blocks that one ListBlocks call looks at: 10 ms of the loop that all streams share."""
 
@@ -41,7 +54,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
-    """Serves GetStats, ListRequests, ListBlocks, WatchKvEvents and ResetPrefixCache."""
+    """Serves GetStats, ListRequests, ListBlocks, TraceBlock, WatchKvEvents and ResetPrefixCache."""
 
     def __init__(self, engine: Engine, config: ManagerConfig) -> None:
         self._engine = engine
@@ -97,6 +110,15 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
                     return pb.ListBlocksResponse(blocks=page, next_page_token=str(page[-1].block_id))
                 page.append(_to_block_info(block))
             return pb.ListBlocksResponse(blocks=page, next_page_token=str(end) if end < len(blocks) else "")
+
+    async def TraceBlock(self, request: pb.TraceBlockRequest, context: Context) -> pb.TraceBlockResponse:  # noqa: N802
+        """Serve `TraceBlock`; see the proto."""
+        async with RpcErrors(context):
+            trace = self._engine.block_trace(request.block_id)
+            return pb.TraceBlockResponse(
+                records=map(_to_block_record, trace.records[-MAX_RECORDS:]),
+                is_whole=not trace.num_dropped and len(trace.records) <= MAX_RECORDS,
+            )
 
     async def WatchKvEvents(  # noqa: N802
         self, request: pb.WatchKvEventsRequest, context: Context
@@ -182,6 +204,16 @@ def _to_request_info(view: RequestView) -> pb.RequestInfo:
     if view.finish_reason is not None and view.finish_reason in FINISH_REASONS:
         info.finish_reason = FINISH_REASONS[view.finish_reason]
     return info
+
+
+def _to_block_record(record: BlockRecord) -> pb.BlockRecord:
+    return pb.BlockRecord(
+        order=record.order,
+        moment=_MOMENTS[record.moment],
+        request_id=record.request_id,
+        step_id=record.step_id,
+        block_hash=record.block_hash,
+    )
 
 
 def _to_block_info(block: BlockView) -> pb.BlockInfo:

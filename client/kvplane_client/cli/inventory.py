@@ -16,7 +16,7 @@ from kvplane_client.cli.output import out_console, print_json, ranges
 from kvplane_client.cli.session import session
 from kvplane_client.manager_types import BlockFilter, BlockInfo, RequestInfo
 
-__all__ = ["blocks", "requests"]
+__all__ = ["blocks", "blocks_app", "requests", "trace"]
 
 _MAP_WIDTH = 64
 _LEGEND = "█ used and cached  ▓ used  ? used, not yet acknowledged  ░ free and cached  · free"
@@ -75,7 +75,13 @@ def _request_table(infos: Sequence[RequestInfo]) -> Table:
     return table
 
 
+blocks_app = typer.Typer(invoke_without_command=True)
+
+
+@blocks_app.callback()
 def blocks(
+    context: typer.Context,
+    *,
     block_filter: Annotated[
         BlockFilter, typer.Option("--filter", "-f", help="Which blocks to show.", case_sensitive=False)
     ] = BlockFilter.ALL,
@@ -86,6 +92,8 @@ def blocks(
 ) -> None:
     """Show the block pool: a map with one character a block, or a list with hashes and reference counts.
 
+    `kvplane blocks trace ID` tells one block's life.
+
     Examples:
       kvplane blocks
 
@@ -93,6 +101,8 @@ def blocks(
 
       kvplane blocks --filter used --json | jq '.blocks | length'
     """
+    if context.invoked_subcommand is not None:
+        return
     with session(server, as_json=as_json, wait=wait) as client:
         infos = list(client.list_blocks(block_filter))
     if as_json:
@@ -103,6 +113,35 @@ def blocks(
         out_console().print(_block_table(infos))
     else:
         _print_map(infos, out_console())
+
+
+@blocks_app.command()
+def trace(
+    block_id: Annotated[int, typer.Argument(help="The block's id, as `kvplane blocks --list` shows it.", min=1)],
+    server: opt.Server = "localhost:50051",
+    wait: opt.Wait = 0,
+    as_json: opt.JsonFlag = False,
+) -> None:
+    """Tell one block's life: who took it, what it held, who hit it. The manager keeps it with --block-history N.
+
+    Example:
+      kvplane blocks trace 12
+    """
+    with session(server, as_json=as_json, wait=wait) as client:
+        told = client.trace_block(block_id)
+    if as_json:
+        print_json(told)
+        return
+    if not told.is_whole:
+        out_console().print("earlier moments are not kept any more", style="dim")
+    if not told.records:
+        out_console().print(f"nothing is known of block {block_id}")
+        return
+    table = Table("order", "moment", "request", "step", "hash", box=None)
+    for record in told.records:
+        step = "" if record.step_id is None else str(record.step_id)
+        table.add_row(str(record.order), record.moment, escape(record.request_id or ""), step, record.block_hash or "")
+    out_console().print(table)
 
 
 def _block_table(infos: Sequence[BlockInfo]) -> Table:

@@ -193,6 +193,9 @@ class _Manager(manager_grpc.KvManagerServiceServicer):
     async def ListBlocks(self, request: Any, context: Any) -> Any:
         return await _unary(self._scripts, "ListBlocks", request, context, _page_of_blocks(request))
 
+    async def TraceBlock(self, request: Any, context: Any) -> Any:
+        return await _unary(self._scripts, "TraceBlock", request, context, TRACE)
+
     async def WatchKvEvents(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """Two batches, then what a stream that fell behind ends with."""
         self._scripts.seen.append(("WatchKvEvents", request))
@@ -268,6 +271,12 @@ BLOCKS = [
     manager_pb.BlockInfo(block_id=4, ref_cnt=0, block_hash=b"\x03" * 16),
     manager_pb.BlockInfo(block_id=70, ref_cnt=0),
 ]
+TRACE = manager_pb.TraceBlockResponse(
+    records=[
+        manager_pb.BlockRecord(order=3, moment=manager_pb.BLOCK_MOMENT_ALLOCATED, request_id="r1"),
+        manager_pb.BlockRecord(order=8, moment=manager_pb.BLOCK_MOMENT_FILLED, step_id=4, block_hash=b"\xab\xcd"),
+    ]
+)
 KV_EVENTS = [
     manager_pb.WatchKvEventsResponse(
         log_id="log",

@@ -249,6 +249,22 @@ def test_requests_shows_block_tables_of_every_page(cli: Cli, threaded_manager: T
     assert (asked[0].include_finished, asked[-1].include_finished) == (True, False)
 
 
+def test_blocks_trace_tells_a_blocks_life(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    plain, (document,) = cli("blocks", "trace", "12"), lines(cli("blocks", "trace", "12", "--json"))
+
+    assert "earlier moments are not kept any more" in plain.stdout
+    assert [line.split() for line in plain.stdout.splitlines()[2:]] == [
+        ["3", "allocated", "r1"], ["8", "filled", "4", "abcd"],
+    ]  # fmt: skip
+    assert (document["block_id"], document["is_whole"]) == (12, False)
+    assert document["records"][0] == {
+        "order": 3, "moment": "allocated", "request_id": "r1", "step_id": None, "block_hash": None,
+    }  # fmt: skip
+    assert [one.block_id for one in threaded_manager.scripts.of("TraceBlock")] == [12, 12]
+    assert threaded_manager.scripts.of("ListBlocks") == [], "the pool is not listed for it"
+    assert cli("blocks", "trace", "0").exit_code == 2
+
+
 def test_events_are_lines_or_json_until_the_stream_ends(cli: Cli, threaded_manager: ThreadedManager) -> None:
     plain, result = cli("events"), cli("events", "--since", "log:4", "--token-ids", "--json")
 

@@ -19,7 +19,15 @@ from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.errors import CoreError, DuplicateRequestError, UnknownRequestError
 from kvmanager_service.core.request import FinishReason, NewRequest, RequestOutput
-from kvmanager_service.engine_api import BlockView, EngineStats, ManagerState, ModelView, OutputSink, RequestView
+from kvmanager_service.engine_api import (
+    BlockTrace,
+    BlockView,
+    EngineStats,
+    ManagerState,
+    ModelView,
+    OutputSink,
+    RequestView,
+)
 from kvmanager_service.errors import UnavailableError
 from kvmanager_service.kv_events import KvEvents
 from kvmanager_service.registry import ExecutorRegistry
@@ -37,6 +45,7 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     block_views: Sequence[BlockView] | None = None
     request_views: list[RequestView] = field(default_factory=list)
+    trace: BlockTrace = field(default_factory=lambda: BlockTrace((), 0))
     events: KvEvents = field(default_factory=lambda: KvEvents(8))
     snapshot: list[tuple[int, BlockContent]] = field(default_factory=list)
     stats_value: EngineStats = field(default_factory=lambda: EngineStats(1.5, ManagerState.SERVING))
@@ -91,6 +100,10 @@ class FakeEngine:
     def reset_prefix_cache(self) -> int:
         self._check()
         return 7
+
+    def block_trace(self, block_id: int) -> BlockTrace:
+        self._check()
+        return self.trace
 
     def kv_events(self) -> KvEvents:
         return self.events

@@ -15,11 +15,11 @@ from kvplane.kvmanager.v1.kv_manager_service_pb2 import GetStatsRequest
 
 from kvmanager_service import executor_life
 from kvmanager_service.config import ManagerConfig
-from kvmanager_service.core.errors import PoolExhaustedError
+from kvmanager_service.core.errors import InvalidRequestError, PoolExhaustedError
 from kvmanager_service.core.request import FinishReason
 from kvmanager_service.engine_api import ManagerState, StopMatch, TenantView
 from kvmanager_service.engine_loop import WHY_UNAVAILABLE, EngineLoop
-from kvmanager_service.errors import ExecutorRejectedError, UnavailableError
+from kvmanager_service.errors import ExecutorRejectedError, PreconditionError, UnavailableError
 from kvmanager_service.executor_client import StepStream
 from kvmanager_service.registry import ExecutorRegistry
 from kvmanager_service.server import Health, ManagerServer
@@ -85,6 +85,25 @@ async def test_engine_tenants_share_no_blocks_where_they_are_isolated(isolate: b
             assert stats.settings.isolate_tenants is isolate
         await server.stop(0)
     assert cached == expected
+
+
+async def test_engine_block_trace_tells_what_is_kept_and_what_to_do_where_nothing_is() -> None:
+    async with running_split(ScriptedExecutor(), block_history=100) as split:
+        await serving(split)
+        sink = Sink()
+        split.engine.submit(make_new("a", 6, max_tokens=1), sink)
+        await until(lambda: sink.last is not None)
+        trace = split.engine.block_trace(1)
+        assert [(one.moment.name, one.request_id) for one in trace.records] == [
+            ("ALLOCATED", "a"), ("HASHED", ""), ("FILLED", ""), ("FREED", "a"),
+        ]  # fmt: skip
+        for block_id in (0, 11):
+            with pytest.raises(InvalidRequestError, match=f"1 to 10, got {block_id}"):
+                split.engine.block_trace(block_id)
+    async with running_split(ScriptedExecutor()) as split:
+        await serving(split)
+        with pytest.raises(PreconditionError, match="--block-history"):
+            split.engine.block_trace(1)
 
 
 def test_engine_every_state_but_serving_has_something_to_tell() -> None:

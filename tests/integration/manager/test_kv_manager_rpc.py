@@ -9,8 +9,17 @@ import pytest
 from kvplane.common.v1 import common_pb2
 from kvplane.kvmanager.v1 import kv_manager_service_pb2 as pb
 
+from kvmanager_service.core.block_history import BlockMoment, BlockRecord
 from kvmanager_service.core.request import FinishReason, RequestStatus
-from kvmanager_service.engine_api import BlockView, EngineStats, ManagerState, PoolView, RequestView, TenantView
+from kvmanager_service.engine_api import (
+    BlockTrace,
+    BlockView,
+    EngineStats,
+    ManagerState,
+    PoolView,
+    RequestView,
+    TenantView,
+)
 from tests.integration.manager.fake_engine import Manager
 
 
@@ -115,6 +124,32 @@ async def test_list_requests_pages_list_each_once_though_some_finish_in_between(
     listed = [[entry.request_id for entry in page.requests] for page in (first, second, third)]
     assert listed == [["r0", "r1", "r2", "r3"], ["r5", "r6", "r7", "r8"], ["r9", "later"]]
     assert third.next_page_token == ""
+
+
+async def test_trace_block_carries_every_field_and_every_moment(manager: Manager) -> None:
+    records = [
+        BlockRecord(7, 3, BlockMoment.ALLOCATED, request_id="r", step_id=0, block_hash=b""),
+        BlockRecord(9, 3, BlockMoment.FILLED, request_id="", step_id=5, block_hash=b"h"),
+    ]
+    manager.engine.trace = BlockTrace(records, 0)
+    response = await manager.kv.TraceBlock(pb.TraceBlockRequest(block_id=3))
+    assert response == pb.TraceBlockResponse(
+        records=[
+            pb.BlockRecord(order=7, moment=pb.BLOCK_MOMENT_ALLOCATED, request_id="r"),
+            pb.BlockRecord(order=9, moment=pb.BLOCK_MOMENT_FILLED, step_id=5, block_hash=b"h"),
+        ],
+        is_whole=True,
+    )
+    every = [
+        BlockRecord(order, 3, moment, request_id="", step_id=0, block_hash=b"")
+        for order, moment in enumerate(BlockMoment)
+    ]
+    manager.engine.trace = BlockTrace(every, 1)
+    response = await manager.kv.TraceBlock(pb.TraceBlockRequest(block_id=3))
+    assert [pb.BlockMoment.Name(one.moment) for one in response.records] == [
+        f"BLOCK_MOMENT_{moment.name}" for moment in BlockMoment
+    ]
+    assert not response.is_whole
 
 
 class LazyBlocks:

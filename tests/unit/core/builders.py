@@ -8,6 +8,7 @@ from typing import Any
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import HashFunction, default_hash
+from kvmanager_service.core.block_history import BlockHistory
 from kvmanager_service.core.errors import RowFailedError
 from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
@@ -77,10 +78,16 @@ def make_kv(
     enable_caching: bool = True,
     hash_function: HashFunction = default_hash,
     events: BlockEventLog | None = None,
+    history: BlockHistory | None = None,
 ) -> KVCacheManager:
     """A KV cache manager; by default 10 blocks of 4 tokens."""
     return KVCacheManager(
-        num_blocks, block_size, enable_caching=enable_caching, hash_function=hash_function, events=events
+        num_blocks,
+        block_size,
+        enable_caching=enable_caching,
+        hash_function=hash_function,
+        events=events,
+        history=history,
     )
 
 

@@ -21,7 +21,7 @@ from tests.unit.core.builders import (
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"policy": "lifo"}, "policy to be one of fcfs, priority, got 'lifo'"),
+        ({"policy": "lifo"}, "policy to be one of fcfs, priority, fair, got 'lifo'"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens of at least 1, got 0"),
         ({"max_num_seqs": 0}, "max_num_seqs of at least 1, got 0"),
         ({"max_waiting": 0}, "max_waiting of at least 1, got 0"),

@@ -112,6 +112,54 @@ BLOCK_FILTER_FREE: BlockFilter.ValueType  # 3
 """BLOCK_FILTER_FREE selects blocks that no request references."""
 Global___BlockFilter: typing_extensions.TypeAlias = BlockFilter
 
+class _BlockMoment:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _BlockMomentEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_BlockMoment.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    BLOCK_MOMENT_UNSPECIFIED: _BlockMoment.ValueType  # 0
+    """BLOCK_MOMENT_UNSPECIFIED is never sent."""
+    BLOCK_MOMENT_ALLOCATED: _BlockMoment.ValueType  # 1
+    """BLOCK_MOMENT_ALLOCATED means it was handed out to a request, to be written."""
+    BLOCK_MOMENT_HASHED: _BlockMoment.ValueType  # 2
+    """BLOCK_MOMENT_HASHED means it got a hash: the step just decided makes it full."""
+    BLOCK_MOMENT_FILLED: _BlockMoment.ValueType  # 3
+    """BLOCK_MOMENT_FILLED means the step that fills it was acknowledged."""
+    BLOCK_MOMENT_HIT: _BlockMoment.ValueType  # 4
+    """BLOCK_MOMENT_HIT means a request found it in the prefix cache."""
+    BLOCK_MOMENT_FREED: _BlockMoment.ValueType  # 5
+    """BLOCK_MOMENT_FREED means a request gave it back."""
+    BLOCK_MOMENT_EVICTED: _BlockMoment.ValueType  # 6
+    """BLOCK_MOMENT_EVICTED means it lost its hash as it was handed out for something else."""
+    BLOCK_MOMENT_FORGOTTEN: _BlockMoment.ValueType  # 7
+    """BLOCK_MOMENT_FORGOTTEN means it lost its hash: its step was lost or failed, or the cache was reset."""
+    BLOCK_MOMENT_ADOPTED: _BlockMoment.ValueType  # 8
+    """BLOCK_MOMENT_ADOPTED means an earlier manager had it filled."""
+
+class BlockMoment(_BlockMoment, metaclass=_BlockMomentEnumTypeWrapper):
+    """BlockMoment is a moment in a block's life."""
+
+BLOCK_MOMENT_UNSPECIFIED: BlockMoment.ValueType  # 0
+"""BLOCK_MOMENT_UNSPECIFIED is never sent."""
+BLOCK_MOMENT_ALLOCATED: BlockMoment.ValueType  # 1
+"""BLOCK_MOMENT_ALLOCATED means it was handed out to a request, to be written."""
+BLOCK_MOMENT_HASHED: BlockMoment.ValueType  # 2
+"""BLOCK_MOMENT_HASHED means it got a hash: the step just decided makes it full."""
+BLOCK_MOMENT_FILLED: BlockMoment.ValueType  # 3
+"""BLOCK_MOMENT_FILLED means the step that fills it was acknowledged."""
+BLOCK_MOMENT_HIT: BlockMoment.ValueType  # 4
+"""BLOCK_MOMENT_HIT means a request found it in the prefix cache."""
+BLOCK_MOMENT_FREED: BlockMoment.ValueType  # 5
+"""BLOCK_MOMENT_FREED means a request gave it back."""
+BLOCK_MOMENT_EVICTED: BlockMoment.ValueType  # 6
+"""BLOCK_MOMENT_EVICTED means it lost its hash as it was handed out for something else."""
+BLOCK_MOMENT_FORGOTTEN: BlockMoment.ValueType  # 7
+"""BLOCK_MOMENT_FORGOTTEN means it lost its hash: its step was lost or failed, or the cache was reset."""
+BLOCK_MOMENT_ADOPTED: BlockMoment.ValueType  # 8
+"""BLOCK_MOMENT_ADOPTED means an earlier manager had it filled."""
+Global___BlockMoment: typing_extensions.TypeAlias = BlockMoment
+
 class _KvMedium:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -584,6 +632,85 @@ class BlockInfo(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___BlockInfo: typing_extensions.TypeAlias = BlockInfo
+
+@typing.final
+class TraceBlockRequest(google.protobuf.message.Message):
+    """TraceBlockRequest names a block."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCK_ID_FIELD_NUMBER: builtins.int
+    block_id: builtins.int
+    """block_id is the block's index in the executor's cache, at least 1."""
+    def __init__(
+        self,
+        *,
+        block_id: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_id", b"block_id"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___TraceBlockRequest: typing_extensions.TypeAlias = TraceBlockRequest
+
+@typing.final
+class TraceBlockResponse(google.protobuf.message.Message):
+    """TraceBlockResponse is a block's life."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RECORDS_FIELD_NUMBER: builtins.int
+    IS_WHOLE_FIELD_NUMBER: builtins.int
+    is_whole: builtins.bool
+    """is_whole means that nothing is missing since the cache was set up."""
+    @property
+    def records(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockRecord]:
+        """records are the last 1,000 that are kept of the block, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        records: collections.abc.Iterable[Global___BlockRecord] | None = ...,
+        is_whole: builtins.bool = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["is_whole", b"is_whole", "records", b"records"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___TraceBlockResponse: typing_extensions.TypeAlias = TraceBlockResponse
+
+@typing.final
+class BlockRecord(google.protobuf.message.Message):
+    """BlockRecord is one moment of the block."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ORDER_FIELD_NUMBER: builtins.int
+    MOMENT_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    STEP_ID_FIELD_NUMBER: builtins.int
+    BLOCK_HASH_FIELD_NUMBER: builtins.int
+    order: builtins.int
+    """order grows with each record of any block, from 1."""
+    moment: Global___BlockMoment.ValueType
+    """moment is what happened."""
+    request_id: builtins.str
+    """request_id names the request whose doing it was. Empty where it was nobody's."""
+    step_id: builtins.int
+    """step_id is the step that fills it, for HASHED and FILLED. 0 otherwise."""
+    block_hash: builtins.bytes
+    """block_hash is the chain hash that it got, had or lost. Empty means none."""
+    def __init__(
+        self,
+        *,
+        order: builtins.int = ...,
+        moment: Global___BlockMoment.ValueType = ...,
+        request_id: builtins.str = ...,
+        step_id: builtins.int = ...,
+        block_hash: builtins.bytes = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_hash", b"block_hash", "moment", b"moment", "order", b"order", "request_id", b"request_id", "step_id", b"step_id"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___BlockRecord: typing_extensions.TypeAlias = BlockRecord
 
 @typing.final
 class WatchKvEventsRequest(google.protobuf.message.Message):

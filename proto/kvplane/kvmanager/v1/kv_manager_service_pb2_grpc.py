@@ -50,6 +50,11 @@ class KvManagerServiceStub(object):
                 request_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListBlocksRequest.SerializeToString,
                 response_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListBlocksResponse.FromString,
                 _registered_method=True)
+        self.TraceBlock = channel.unary_unary(
+                '/kvplane.kvmanager.v1.KvManagerService/TraceBlock',
+                request_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.TraceBlockRequest.SerializeToString,
+                response_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.TraceBlockResponse.FromString,
+                _registered_method=True)
         self.WatchKvEvents = channel.unary_stream(
                 '/kvplane.kvmanager.v1.KvManagerService/WatchKvEvents',
                 request_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.WatchKvEventsRequest.SerializeToString,
@@ -84,6 +89,14 @@ class KvManagerServiceServicer(object):
     def ListBlocks(self, request, context):
         """ListBlocks returns blocks by block id. Errors: INVALID_ARGUMENT for a bad page_size or page_token, UNAVAILABLE
         before the pool exists.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TraceBlock(self, request, context):
+        """TraceBlock tells what became of one block, as far back as the manager keeps it. Errors: FAILED_PRECONDITION when it
+        keeps no history, INVALID_ARGUMENT when there is no such block, UNAVAILABLE before the pool exists.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,6 +138,11 @@ def add_KvManagerServiceServicer_to_server(servicer, server):
                     servicer.ListBlocks,
                     request_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListBlocksRequest.FromString,
                     response_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListBlocksResponse.SerializeToString,
+            ),
+            'TraceBlock': grpc.unary_unary_rpc_method_handler(
+                    servicer.TraceBlock,
+                    request_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.TraceBlockRequest.FromString,
+                    response_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.TraceBlockResponse.SerializeToString,
             ),
             'WatchKvEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchKvEvents,
@@ -219,6 +237,33 @@ class KvManagerService(object):
             '/kvplane.kvmanager.v1.KvManagerService/ListBlocks',
             kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListBlocksRequest.SerializeToString,
             kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TraceBlock(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.kvmanager.v1.KvManagerService/TraceBlock',
+            kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.TraceBlockRequest.SerializeToString,
+            kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.TraceBlockResponse.FromString,
             options,
             channel_credentials,
             insecure,

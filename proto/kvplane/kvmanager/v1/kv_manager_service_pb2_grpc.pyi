@@ -37,6 +37,10 @@ class KvManagerServiceStub:
     """ListBlocks returns blocks by block id. Errors: INVALID_ARGUMENT for a bad page_size or page_token, UNAVAILABLE
     before the pool exists.
     """
+    TraceBlock: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.TraceBlockRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.TraceBlockResponse]
+    """TraceBlock tells what became of one block, as far back as the manager keeps it. Errors: FAILED_PRECONDITION when it
+    keeps no history, INVALID_ARGUMENT when there is no such block, UNAVAILABLE before the pool exists.
+    """
     WatchKvEvents: grpc.UnaryStreamMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.WatchKvEventsRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.WatchKvEventsResponse]
     """WatchKvEvents streams what changes in the prefix cache: a follower that applies every event knows at any time which
     blocks can be hit. It starts with a snapshot, or goes on where an earlier stream broke. It lasts until the client
@@ -63,6 +67,10 @@ class KvManagerServiceAsyncStub(KvManagerServiceStub):
     ListBlocks: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListBlocksRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ListBlocksResponse]  # type: ignore[assignment]
     """ListBlocks returns blocks by block id. Errors: INVALID_ARGUMENT for a bad page_size or page_token, UNAVAILABLE
     before the pool exists.
+    """
+    TraceBlock: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.TraceBlockRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.TraceBlockResponse]  # type: ignore[assignment]
+    """TraceBlock tells what became of one block, as far back as the manager keeps it. Errors: FAILED_PRECONDITION when it
+    keeps no history, INVALID_ARGUMENT when there is no such block, UNAVAILABLE before the pool exists.
     """
     WatchKvEvents: grpc.aio.UnaryStreamMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.WatchKvEventsRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.WatchKvEventsResponse]  # type: ignore[assignment]
     """WatchKvEvents streams what changes in the prefix cache: a follower that applies every event knows at any time which
@@ -105,6 +113,16 @@ class KvManagerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvplane.kvmanager.v1.kv_manager_service_pb2.ListBlocksResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListBlocksResponse]]:
         """ListBlocks returns blocks by block id. Errors: INVALID_ARGUMENT for a bad page_size or page_token, UNAVAILABLE
         before the pool exists.
+        """
+
+    @abc.abstractmethod
+    def TraceBlock(
+        self,
+        request: kvplane.kvmanager.v1.kv_manager_service_pb2.TraceBlockRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvplane.kvmanager.v1.kv_manager_service_pb2.TraceBlockResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.kv_manager_service_pb2.TraceBlockResponse]]:
+        """TraceBlock tells what became of one block, as far back as the manager keeps it. Errors: FAILED_PRECONDITION when it
+        keeps no history, INVALID_ARGUMENT when there is no such block, UNAVAILABLE before the pool exists.
         """
 
     @abc.abstractmethod
