@@ -9,7 +9,7 @@ from cluster import Cluster, settled
 from load import Running, random_jobs
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 @pytest.mark.parametrize("queue_ahead", [True, False])
 @pytest.mark.parametrize("caching", [True, False])
 async def test_load_on_a_small_pool_gives_the_oracles_tokens(
