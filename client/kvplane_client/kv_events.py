@@ -92,7 +92,11 @@ class KvCacheIndex:
         self.next_sequence = 0
 
     def apply(self, batch: KvEventBatch) -> None:
-        """Takes the next batch of a stream."""
+        """Takes the next batch: a snapshot's first, or the one that follows the last that was applied.
+
+        Raises:
+            KeyError: A block is removed that was never stored: a batch was left out.
+        """
         for event in batch.events:
             if isinstance(event, KvBlockStored):
                 self.blocks[event.group, event.medium, event.block_id] = event
