@@ -115,7 +115,12 @@ class StepLoop:
         if ready.tagged is None:
             return
         kv_cache = ready.kv_cache
-        kv = KVCacheManager(kv_cache.num_blocks, kv_cache.block_size, enable_caching=self._config.enable_prefix_caching)
+        kv = KVCacheManager(
+            kv_cache.num_blocks,
+            kv_cache.block_size,
+            enable_caching=self._config.enable_prefix_caching,
+            eviction_policy=self._config.eviction_policy,
+        )
         adopted = kv.adopt(ready.tagged)
         if self.scheduler is None:
             self.scheduler = Scheduler(_scheduler_config(self._config), kv)

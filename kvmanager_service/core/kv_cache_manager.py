@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_hash import BlockHash, HashFunction, default_hash, hash_block_tokens
 from kvmanager_service.core.block_pool import BlockPool
+from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY
 from kvmanager_service.core.request import TOKEN_BYTES, Request
 
 
@@ -38,6 +39,7 @@ class KVCacheManager:
         block_size: tokens per block.
         enable_caching: whether full blocks are kept for later requests.
         hash_function: what finds candidates; see `block_hash`.
+        eviction_policy: a name in `EVICTION_POLICIES`.
     """
 
     def __init__(
@@ -47,10 +49,11 @@ class KVCacheManager:
         *,
         enable_caching: bool = True,
         hash_function: HashFunction = default_hash,
+        eviction_policy: str = DEFAULT_EVICTION_POLICY,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"expected block_size of at least 1, got {block_size}")
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, eviction_policy)
         self.block_size = block_size
         self.enable_caching = enable_caching
         self.hash_function = hash_function
@@ -184,6 +187,7 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Take all blocks back, the deepest first, so that the deepest part of a prefix is evicted first."""
+        self.pool.note_use(request.blocks, request.retention_priority)
         self.pool.free_blocks(reversed(request.blocks))
         request.blocks = []
         request.block_id_bytes = bytearray()
@@ -238,9 +242,7 @@ class KVCacheManager:
                         adopted.append(self.pool.blocks[tag.block_id])
                         following.setdefault(tag.serial, content)
             level = following
-        adopted.reverse()
-        self.pool.touch(adopted)
-        self.pool.free_blocks(adopted)
+        self.pool.free_blocks(reversed(adopted))
         return len(adopted)
 
     def _adopt_block(self, tag: TaggedBlock, parent: BlockContent | None) -> BlockContent | None:

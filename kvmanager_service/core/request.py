@@ -64,6 +64,8 @@ class NewRequest:
         resumed: output tokens of an earlier stream, in the same form; they count as output and are not emitted.
         seed: the random seed, drawn by the caller when the client set none.
         arrival_time: seconds on the caller's clock; orders requests of one priority.
+        retention_priority: how much its blocks are worth keeping, in [MIN_RETENTION_PRIORITY, MAX_RETENTION_PRIORITY];
+            higher is longer. Only the eviction policy `priority` asks.
     """
 
     request_id: str
@@ -75,6 +77,7 @@ class NewRequest:
     cache_salt: str = ""
     resumed: bytes = b""
     arrival_time: float = 0.0
+    retention_priority: int = 0
 
 
 class RequestStatus(enum.Enum):
@@ -196,6 +199,7 @@ class Request:
         "num_tokens",
         "priority",
         "request_id",
+        "retention_priority",
         "sampling",
         "seed",
         "status",
@@ -212,6 +216,7 @@ class Request:
         self.seed = new.seed
         self.priority = new.priority
         self.arrival_time = new.arrival_time
+        self.retention_priority = new.retention_priority
         self.arrival_seq = arrival_seq
         self.extra_keys = (
             encode_extra_keys(((KeyDomain.CACHE_SALT, new.cache_salt.encode()),)) if new.cache_salt else b""

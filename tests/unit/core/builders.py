@@ -37,6 +37,7 @@ def make_new(
     priority: int = 0,
     salt: str = "",
     resumed: Sequence[int] = (),
+    retention_priority: int = 0,
 ) -> NewRequest:
     """A request; a prompt given as a number is that many tokens, different for each request id."""
     if isinstance(prompt, int):
@@ -51,6 +52,7 @@ def make_new(
         priority=priority,
         cache_salt=salt,
         resumed=token_bytes(resumed),
+        retention_priority=retention_priority,
     )
 
 
