@@ -82,6 +82,8 @@ class GenerateOptions(TypedDict, total=False):
 
     Request:
         priority: Under the priority policy a lower value is served first.
+        retention_priority: How long its blocks are worth keeping, -100 to 100; higher is longer. Only the manager's
+            eviction policy "priority" asks for it.
         cache_salt: Only requests with the same salt share cached blocks.
         request_id: Names the request, at most 256 characters. Default: a random one.
         deadline: Seconds from now within which the request, retries included, must have ended. Default: the client's
@@ -105,6 +107,7 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool | None
     include_stop: bool | None
     priority: int | None
+    retention_priority: int | None
     cache_salt: str | None
     request_id: str | None
     deadline: float | None
