@@ -111,12 +111,15 @@ class _Lines:
             except UnicodeDecodeError as error:
                 raise TraceError(str(self.path), self.number + 1, "UTF-8 text", str(error)) from None
 
-    def error(self, expected: str, got: object) -> TraceError:
+    def error(self, expected: str, got: str) -> TraceError:
         """An error of the present line."""
-        text = got if isinstance(got, str) else repr(got)
-        if len(text) > _LONGEST_QUOTE:
-            text = text[:_LONGEST_QUOTE] + "..."
-        return TraceError(str(self.path), max(self.number, 1), expected, text)
+        if len(got) > _LONGEST_QUOTE:
+            got = got[:_LONGEST_QUOTE] + "..."
+        return TraceError(str(self.path), max(self.number, 1), expected, got)
+
+
+def _shown(value: object) -> str:
+    return "nothing" if value is None else repr(value)
 
 
 class _Record:
@@ -129,7 +132,7 @@ class _Record:
         except ValueError as error:
             raise lines.error("a JSON object", f"{line.strip()!r}: {error}") from None
         if not isinstance(values, dict):
-            raise lines.error("a JSON object", values)
+            raise lines.error("a JSON object", _shown(values))
         self.values: dict[str, Any] = values
 
     def only(self, names: Iterable[str]) -> None:
@@ -142,7 +145,7 @@ class _Record:
         """A finite number, at least 0."""
         value = self.values.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e12:
-            raise self._lines.error(f"{name}: a number of at least 0", value)
+            raise self._lines.error(f"{name}: a number of at least 0", _shown(value))
         return float(value)
 
     def integer(self, name: str, least: int, most: int, default: int | None = None) -> int:
@@ -152,21 +155,21 @@ class _Record:
     def checked(self, name: str, value: object, least: int, most: int) -> int:
         """The value, if it is an integer in range."""
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise self._lines.error(f"{name}: an integer in {least} to {most}", value)
+            raise self._lines.error(f"{name}: an integer in {least} to {most}", _shown(value))
         return value
 
     def items(self, name: str) -> list[Any]:
         """A list."""
         value = self.values.get(name)
         if not isinstance(value, list):
-            raise self._lines.error(f"{name}: a list", value)
+            raise self._lines.error(f"{name}: a list", _shown(value))
         return value
 
     def text(self, name: str) -> str:
         """A string; absent is empty."""
         value = self.values.get(name, "")
         if not isinstance(value, str):
-            raise self._lines.error(f"{name}: a string", value)
+            raise self._lines.error(f"{name}: a string", _shown(value))
         return value
 
 
@@ -256,7 +259,7 @@ def _made_up(lines: _Lines, record: _Record, names: dict[str, int]) -> tuple[tup
     parts = []
     for item in record.items("prefix") if "prefix" in record.values else ():
         if not isinstance(item, list) or len(item) != 2 or not isinstance(item[0], str):
-            raise lines.error('prefix: pairs of name and length such as ["system", 512]', item)
+            raise lines.error('prefix: pairs of name and length such as ["system", 512]', _shown(item))
         length = record.checked(f"length of prefix {item[0]!r}", item[1], 1, _MAX_LENGTH)
         if length > rest:
             raise lines.error("a prefix that is no longer than prompt_length", f"{length - rest} tokens more")
