@@ -61,6 +61,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the arguments after the program's name. Raises SystemExit(2) for wrong ones, SystemExit(0) for --help."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.num_blocks == 1:
+        parser.error("--num-blocks: expected 0, or at least 2 (one of them is the null block), got 1")
     if options.max_num_seqs > options.max_num_batched_tokens:
         parser.error(
             f"--max-num-seqs: expected at most --max-num-batched-tokens ({options.max_num_batched_tokens}), since each"

@@ -12,7 +12,7 @@ import grpc
 import typer
 
 from kvplane_client._version import __version__
-from kvplane_client.cli import chat, generate, inventory, model, options, replay, stats, up
+from kvplane_client.cli import chat, generate, inventory, model, options, plan, replay, stats, up
 from kvplane_client.cli.output import print_json
 
 __all__ = ["app"]
@@ -69,6 +69,7 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     add_help_option=False,
 )(replay.replay)
+app.command()(plan.plan)
 app.add_typer(model.app, name="model")
 
 if __name__ == "__main__":
