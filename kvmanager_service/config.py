@@ -75,6 +75,11 @@ class ManagerConfig(BaseSettings):
         0, ge=0, description="Most prompt tokens of one request computed in one step; 0 means no limit."
     )
     enable_prefix_caching: bool = Field(True, description="Keep computed blocks so that later requests can share them.")
+    eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = Field(
+        "lru",
+        description="Which cached block gives way first: least recently used, least often used, first come, or lowest"
+        " retention priority. `kvplane replay` compares them on a trace.",
+    )
     kv_event_buffer: int = Field(
         16_384,
         ge=1,

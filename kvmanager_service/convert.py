@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
 from kvmanager_service.core.errors import InvalidRequestError
+from kvmanager_service.core.eviction_policies import MAX_RETENTION_PRIORITY, MIN_RETENTION_PRIORITY
 from kvmanager_service.core.request import NewRequest, SamplingParams, StopRules
 from kvmanager_service.engine_api import ModelView
 from kvmanager_service.errors import PreconditionError
@@ -44,6 +45,9 @@ def check_request(request: pb.GenerateRequest, model: ModelView) -> SamplingPara
     check_request_id(request.request_id)
     _check_length("cache_salt", request.cache_salt, 0, MAX_SALT_CHARS)
     _check_length("tenant", request.tenant, 0, MAX_TENANT_CHARS)
+    if not MIN_RETENTION_PRIORITY <= request.retention_priority <= MAX_RETENTION_PRIORITY:
+        expected = f"{MIN_RETENTION_PRIORITY} to {MAX_RETENTION_PRIORITY}"
+        raise _invalid("retention_priority", expected, request.retention_priority, "0 is usual")
     if request.WhichOneof("prompt") is None:
         raise _invalid("prompt", "text, token_ids or chat", "none of them", "set one")
     _check_fits_model(len(request.token_ids.ids), model)
@@ -100,6 +104,7 @@ def to_new_request(
         arrival_time=arrival_time,
         tenant=request.tenant,
         is_isolated=isolate_tenants,
+        retention_priority=request.retention_priority,
     )
 
 

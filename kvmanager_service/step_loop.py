@@ -126,6 +126,7 @@ class StepLoop:
             kv_cache.num_blocks,
             kv_cache.block_size,
             enable_caching=self._config.enable_prefix_caching,
+            eviction_policy=self._config.eviction_policy,
             events=self.kv_events.log,
             history=BlockHistory(self._config.block_history) if self._config.block_history else None,
         )

@@ -82,6 +82,8 @@ class GenerateOptions(TypedDict, total=False):
 
     Request:
         priority: Under the priority policy a lower value is served first.
+        retention_priority: How long its blocks are worth keeping, -100 to 100; higher is longer. Only the manager's
+            eviction policy "priority" asks for it.
         cache_salt: Only requests with the same salt share cached blocks.
         tenant: Whose request it is, at most 256 characters: under the fair policy each tenant gets its share,
             and a manager may keep tenants' cached blocks apart.
@@ -107,6 +109,7 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool | None
     include_stop: bool | None
     priority: int | None
+    retention_priority: int | None
     cache_salt: str | None
     tenant: str | None
     request_id: str | None

@@ -10,6 +10,7 @@ Invariants (`check_integrity`):
     2. free + referenced == N - 1.
     3. Only a full block has content; a content lists exactly the blocks that have it and is found under its hash.
     4. A block is provisional only while the step that fills it is outstanding.
+    5. No block with content is handed out while a block without is free; beyond that the eviction policy decides.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import BlockHash
 from kvmanager_service.core.block_history import BlockHistory, BlockMoment
-from kvmanager_service.core.free_block_queue import FreeKVCacheBlockQueue
+from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
 
 NULL_BLOCK_ID = 0
 
@@ -30,18 +31,28 @@ class BlockPool:
 
     Args:
         num_blocks: N, the null block included; at least 2.
+        eviction_policy: a name in `EVICTION_POLICIES`: which of the free blocks with content goes first.
         events: told of every change to what committed blocks hold; None tells nobody.
         history: told of what becomes of each block; None tells nobody.
     """
 
     def __init__(
-        self, num_blocks: int, events: BlockEventLog | None = None, history: BlockHistory | None = None
+        self,
+        num_blocks: int,
+        eviction_policy: str = DEFAULT_EVICTION_POLICY,
+        *,
+        events: BlockEventLog | None = None,
+        history: BlockHistory | None = None,
     ) -> None:
         if num_blocks < 2:
             raise ValueError(f"expected num_blocks of at least 2 (block 0 is the null block), got {num_blocks}")
+        if eviction_policy not in EVICTION_POLICIES:
+            raise ValueError(
+                f"expected eviction_policy to be one of {', '.join(EVICTION_POLICIES)}, got {eviction_policy!r}"
+            )
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.null_block = self.blocks[NULL_BLOCK_ID]
-        self.free_block_queue = FreeKVCacheBlockQueue(self.blocks[1:])
+        self.free_block_queue = EVICTION_POLICIES[eviction_policy](self.blocks[1:])
         self.cached_block_hash_to_block: dict[BlockHash, BlockContent] = {}
         self.num_cached_blocks = 0
         self.num_evictions = 0
@@ -63,7 +74,7 @@ class BlockPool:
         return self.free_block_queue.num_free_blocks
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Hand out blocks from the head of the free queue, evicting what they held.
+        """Hand out the blocks that the eviction policy names next, evicting what they held.
 
         Raises:
             IndexError: fewer are free; nothing has changed.
@@ -86,9 +97,9 @@ class BlockPool:
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Drop one reference of each block.
 
-        A block nobody references any more goes to the tail when it is cached (least recently used is evicted first),
-        to the head when it is not (it holds nothing worth keeping). Pass a table deepest block first, so that the
-        deepest part of a prefix is evicted first.
+        A block nobody references any more is kept in the eviction policy's order when it is cached, and is handed out
+        next when it is not (it holds nothing worth keeping). Pass a table deepest block first, so that the deepest part
+        of a prefix is evicted first.
 
         Raises:
             ValueError: a block has no reference to drop.
@@ -103,6 +114,10 @@ class BlockPool:
                     queue.prepend(block)
                 else:
                     queue.append(block)
+
+    def note_use(self, blocks: Iterable[KVCacheBlock], retention_priority: int) -> None:
+        """A request is about to free its table: tell the eviction policy, which may go by how often or by whom."""
+        self.free_block_queue.note_use(blocks, retention_priority)
 
     def get_cached_block(
         self, block_hash: BlockHash, parent: BlockContent | None, token_bytes: bytes, extra_keys: bytes
@@ -222,8 +237,8 @@ class BlockPool:
     def _forget(self, contents: Iterable[BlockContent]) -> set[KVCacheBlock]:
         """Un-hash every block that holds one of these. Returns them."""
         blocks = {block for content in contents for block in content.blocks}
-        for block in blocks:
-            self._uncache(block)
+        for block in sorted(blocks, key=_block_id):  # in an order that does not depend on where objects lie
+            self._empty(block)
         return blocks
 
     def forget_provisional(self) -> int:
@@ -232,7 +247,7 @@ class BlockPool:
         for entries in self._provisional.values():
             for block, content, _ in entries:
                 if block.content is content and block.provisional_step:
-                    self._uncache(block)
+                    self._empty(block)
                     forgotten += 1
         self._provisional.clear()
         return forgotten
@@ -242,7 +257,7 @@ class BlockPool:
         forgotten = [block for block in self.blocks if block.content is not None]
         events, self._events = self._events, None
         for block in forgotten:
-            self._uncache(block)
+            self._empty(block)
         self._provisional.clear()
         self._events = events
         if events is not None:
@@ -269,8 +284,8 @@ class BlockPool:
     ) -> BlockContent | None:
         """Take over a block that an executor still holds from an earlier manager.
 
-        Parents are adopted before their children; `touch` and `free_blocks` them deepest first afterwards, so that
-        they are evicted in the right order.
+        Parents are adopted before their children. The block is referenced: `free_blocks` them all, deepest first,
+        afterwards, so that they are evicted in the right order.
 
         Returns:
             The content, or None when the block is in use, cached already, or the hash belongs to another content.
@@ -280,8 +295,14 @@ class BlockPool:
             return None
         self.touch((block,))
         content = self.cache_full_block(block, block_hash, parent, token_bytes, extra_keys, serial=serial)
-        self.free_blocks((block,))
+        if content is None:
+            self.free_blocks((block,))
         return content
+
+    def _empty(self, block: KVCacheBlock) -> None:
+        """Forget what a block holds; when it is free, it is handed out next."""
+        self._uncache(block)
+        self.free_block_queue.emptied(block)
 
     def _uncache(self, block: KVCacheBlock, moment: BlockMoment = BlockMoment.FORGOTTEN) -> None:
         content = block.content
@@ -311,6 +332,8 @@ class BlockPool:
         in_queue = {block.block_id for block in free}
         assert len(in_queue) == len(free) == self.num_free_blocks, "a block is in the free queue twice"
         assert NULL_BLOCK_ID not in in_queue, "the null block is in the free queue"
+        held = [block.content is not None for block in free]
+        assert held == sorted(held), "a block with content would be handed out before one without"
         cached = 0
         for block in self.blocks[1:]:
             assert block.ref_cnt == references[block.block_id], f"{block!r} has {references[block.block_id]} references"
@@ -325,3 +348,7 @@ class BlockPool:
         assert cached == self.num_cached_blocks, f"{cached} cached blocks, counted {self.num_cached_blocks}"
         listed = sum(len(content.blocks) for content in self.cached_block_hash_to_block.values())
         assert listed == cached, f"contents list {listed} blocks, {cached} have content"
+
+
+def _block_id(block: KVCacheBlock) -> int:
+    return block.block_id

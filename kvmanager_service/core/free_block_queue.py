@@ -1,7 +1,8 @@
-"""The queue of blocks that no table references, in the order they will be handed out.
+"""The queue of blocks that no table references, in the order they will be handed out: the LRU policy.
 
-Station: owned by `BlockPool`. The list is intrusive (the links are the blocks' own), so taking a block out of the
-middle, as a prefix hit does, is O(1) and allocates nothing.
+Station: owned by `BlockPool`, or by one of the `eviction_policies` that are made of such queues. The list is intrusive
+(the links are the blocks' own), so taking a block out of the middle, as a prefix hit does, is O(1) and allocates
+nothing.
 """
 
 from __future__ import annotations
@@ -9,10 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvmanager_service.core.block import KVCacheBlock
+from kvmanager_service.core.eviction_policy import EvictionPolicy
 
 
-class FreeKVCacheBlockQueue:
-    """A doubly linked list between two sentinels; the head is handed out first.
+def require_free(n: int, num_free_blocks: int) -> None:
+    """Raise IndexError when fewer than n blocks are free."""
+    if n > num_free_blocks:
+        raise IndexError(f"expected at least {n} free blocks, got {num_free_blocks}")
+
+
+class FreeKVCacheBlockQueue(EvictionPolicy):
+    """A doubly linked list between two sentinels; the head is handed out first. All operations are O(1).
 
     Invariants:
         `num_free_blocks` is the list's length; a block is in at most once; blocks outside have no links.
@@ -33,8 +41,7 @@ class FreeKVCacheBlockQueue:
         Raises:
             IndexError: fewer than n blocks are free; nothing is taken.
         """
-        if n > self.num_free_blocks:
-            raise IndexError(f"expected at least {n} free blocks, got {self.num_free_blocks}")
+        require_free(n, self.num_free_blocks)
         taken = []
         block = self._head.next_free_block
         for _ in range(n):
@@ -70,6 +77,15 @@ class FreeKVCacheBlockQueue:
         first = self._head.next_free_block
         assert first is not None
         self._link(self._head, block, first)
+
+    def emptied(self, block: KVCacheBlock) -> None:
+        """A block lost its content; a free one goes to the head."""
+        if block.ref_cnt == 0:
+            self.remove(block)
+            self.prepend(block)
+
+    def note_use(self, blocks: Iterable[KVCacheBlock], retention_priority: int) -> None:
+        """Only when a block came free matters."""
 
     def _link(self, before: KVCacheBlock, block: KVCacheBlock, after: KVCacheBlock) -> None:
         if block.next_free_block is not None:

@@ -14,6 +14,7 @@ from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import BlockHash, HashFunction, default_hash, hash_block_tokens
 from kvmanager_service.core.block_history import BlockHistory, BlockMoment
 from kvmanager_service.core.block_pool import BlockPool
+from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY
 from kvmanager_service.core.request import TOKEN_BYTES, Request
 
 
@@ -40,6 +41,7 @@ class KVCacheManager:
         block_size: tokens per block.
         enable_caching: whether full blocks are kept for later requests.
         hash_function: what finds candidates; see `block_hash`.
+        eviction_policy: a name in `EVICTION_POLICIES`.
         events: told of every change to what can be hit; None tells nobody.
         history: told of what becomes of each block; None tells nobody.
     """
@@ -51,12 +53,13 @@ class KVCacheManager:
         *,
         enable_caching: bool = True,
         hash_function: HashFunction = default_hash,
+        eviction_policy: str = DEFAULT_EVICTION_POLICY,
         events: BlockEventLog | None = None,
         history: BlockHistory | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"expected block_size of at least 1, got {block_size}")
-        self.pool = BlockPool(num_blocks, events, history)
+        self.pool = BlockPool(num_blocks, eviction_policy, events=events, history=history)
         self.block_size = block_size
         self.enable_caching = enable_caching
         self.hash_function = hash_function
@@ -193,6 +196,7 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Take all blocks back, the deepest first, so that the deepest part of a prefix is evicted first."""
+        self.pool.note_use(request.blocks, request.retention_priority)
         self.pool.free_blocks(reversed(request.blocks))
         self._note(request, request.blocks, BlockMoment.FREED)
         request.blocks = []
@@ -248,9 +252,7 @@ class KVCacheManager:
                         adopted.append(self.pool.blocks[tag.block_id])
                         following.setdefault(tag.serial, content)
             level = following
-        adopted.reverse()
-        self.pool.touch(adopted)
-        self.pool.free_blocks(adopted)
+        self.pool.free_blocks(reversed(adopted))
         return len(adopted)
 
     def _adopt_block(self, tag: TaggedBlock, parent: BlockContent | None) -> BlockContent | None:

@@ -69,6 +69,8 @@ class NewRequest:
         is_isolated: whether only requests of the same tenant share its blocks.
         lora: the adapter it runs with; None is the model itself.
         spans: what stands behind prompt tokens, in order and without overlap.
+        retention_priority: how much its blocks are worth keeping, in [MIN_RETENTION_PRIORITY, MAX_RETENTION_PRIORITY];
+            higher is longer. Only the eviction policy `priority` asks.
     """
 
     request_id: str
@@ -84,6 +86,7 @@ class NewRequest:
     is_isolated: bool = False
     lora: LoraAdapter | None = None
     spans: tuple[PromptSpan, ...] = ()
+    retention_priority: int = 0
 
 
 class RequestStatus(enum.Enum):
@@ -207,6 +210,7 @@ class Request:
         "num_tokens",
         "priority",
         "request_id",
+        "retention_priority",
         "sampling",
         "seed",
         "spans",
@@ -226,6 +230,7 @@ class Request:
         self.priority = new.priority
         self.tenant = new.tenant
         self.arrival_time = new.arrival_time
+        self.retention_priority = new.retention_priority
         self.arrival_seq = arrival_seq
         self.extra_keys = request_keys(new.cache_salt, new.tenant if new.is_isolated else None, new.lora)
         self.spans = SpanKeys(new.spans) if new.spans else None

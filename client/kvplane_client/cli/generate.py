@@ -73,6 +73,9 @@ def generate(
         bool, typer.Option("--include-stop", help="Keep the matched stop string.", rich_help_panel="Stopping")
     ] = False,
     priority: Annotated[int, typer.Option("--priority", help="Lower is served first (priority policy).")] = 0,
+    retention_priority: Annotated[
+        int, typer.Option("--retention-priority", help="Higher is cached longer (eviction policy priority).")
+    ] = 0,
     cache_salt: Annotated[str | None, typer.Option("--cache-salt", help="Share cached blocks only with it.")] = None,
     tenant: Annotated[str | None, typer.Option("--tenant", help="Whose request it is (fair policy).")] = None,
     request_id: Annotated[str | None, typer.Option("--request-id", help="Name for abort and requests.")] = None,
@@ -101,6 +104,7 @@ def generate(
         ignore_eos=ignore_eos,
         include_stop=include_stop,
         priority=priority,
+        retention_priority=retention_priority,
         cache_salt=cache_salt,
         tenant=tenant,
         request_id=request_id,

@@ -12,7 +12,7 @@ import grpc
 import typer
 
 from kvplane_client._version import __version__
-from kvplane_client.cli import chat, events, generate, inventory, model, options, stats, up
+from kvplane_client.cli import chat, events, generate, inventory, model, options, plan, replay, stats, up
 from kvplane_client.cli.output import print_json
 
 __all__ = ["app"]
@@ -65,6 +65,12 @@ app.command()(events.events)
 app.command()(stats.executors)
 app.command()(stats.abort)
 app.command("reset-cache")(stats.reset_cache)
+# Whatever is given, --help too, is for the replay to understand.
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)(replay.replay)
+app.command()(plan.plan)
 app.add_typer(model.app, name="model")
 
 if __name__ == "__main__":

@@ -72,8 +72,9 @@ def test_generate_passes_every_flag(cli: Cli, threaded_manager: ThreadedManager)
         "generate", "--chat", "hi", "--system", "be brief", "-t", "0", "--top-k", "4", "--top-p", "0.75", "--min-p",
         "0.25", "--repetition-penalty", "1.5", "--presence-penalty", "0.5", "--frequency-penalty", "-0.5",
         "--logit-bias", "3:-1.5", "--seed", "11", "--logprobs", "2", "-n", "5", "--min-tokens", "1", "--stop", "x",
-        "--stop", "y", "--stop-token-id", "9", "--ignore-eos", "--include-stop", "--priority", "-2", "--cache-salt",
-        "salt", "--tenant", "t", "--request-id", "r", "--deadline", "60", "--usage",
+        "--stop", "y", "--stop-token-id", "9", "--ignore-eos", "--include-stop", "--priority", "-2",
+        "--retention-priority", "9", "--cache-salt", "salt", "--tenant", "t", "--request-id", "r", "--deadline", "60",
+        "--usage",
     )  # fmt: skip
 
     assert result.exit_code == 0, result.stderr
@@ -89,7 +90,7 @@ def test_generate_passes_every_flag(cli: Cli, threaded_manager: ThreadedManager)
         stopping=pb.StoppingParams(
             max_tokens=5, min_tokens=1, stop=["x", "y"], stop_token_ids=[9], ignore_eos=True, include_stop=True
         ),
-        priority=-2, cache_salt="salt", tenant="t",
+        priority=-2, retention_priority=9, cache_salt="salt", tenant="t",
     )  # fmt: skip
     assert threaded_manager.scripts.of("Generate") == [expected]
     assert "length · 7 prompt tokens (3 cached) · 5 completion tokens · r" in result.stderr

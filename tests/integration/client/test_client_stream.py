@@ -59,7 +59,7 @@ async def test_generate_sends_every_parameter(client: AsyncClient, manager: Scri
         temperature=0.5, top_k=4, top_p=0.75, min_p=0.25, repetition_penalty=1.5, presence_penalty=0.5,
         frequency_penalty=-0.5, logit_bias={3: -1.5}, seed=2**63, logprobs=2, max_tokens=5, min_tokens=1,
         stop=["x", "y"], stop_token_ids=[9], ignore_eos=True, include_stop=True,
-        priority=-2, cache_salt="salt", tenant="t", request_id="r",
+        priority=-2, retention_priority=9, cache_salt="salt", tenant="t", request_id="r",
     )  # fmt: skip
 
     expected = pb.GenerateRequest(
@@ -71,7 +71,7 @@ async def test_generate_sends_every_parameter(client: AsyncClient, manager: Scri
         stopping=pb.StoppingParams(
             max_tokens=5, min_tokens=1, stop=["x", "y"], stop_token_ids=[9], ignore_eos=True, include_stop=True
         ),
-        priority=-2, cache_salt="salt", tenant="t",
+        priority=-2, retention_priority=9, cache_salt="salt", tenant="t",
     )  # fmt: skip
     assert manager.scripts.of("Generate") == [expected]
     assert completion.token_ids == tuple(DATA[:5])

@@ -44,6 +44,7 @@ def make_new(
     is_isolated: bool = False,
     lora: LoraAdapter | None = None,
     spans: Sequence[PromptSpan] = (),
+    retention_priority: int = 0,
 ) -> NewRequest:
     """A request; a prompt given as a number is that many tokens, different for each request id."""
     if isinstance(prompt, int):
@@ -62,6 +63,7 @@ def make_new(
         is_isolated=is_isolated,
         lora=lora,
         spans=tuple(spans),
+        retention_priority=retention_priority,
     )
 
 

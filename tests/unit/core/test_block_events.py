@@ -46,7 +46,7 @@ def test_event_log_without_room_is_refused() -> None:
 
 def test_pool_events_tell_of_blocks_once_they_are_filled_and_until_they_are_handed_out() -> None:
     log = BlockEventLog(100)
-    pool = BlockPool(4, log)
+    pool = BlockPool(4, events=log)
     first, second = pool.get_new_blocks(2)
     root = pool.cache_full_block(first, b"a" * 16, None, TOKENS, b"", provisional_step=1)
     pool.cache_full_block(second, b"b" * 16, root, TOKENS, b"", provisional_step=2)
@@ -63,7 +63,7 @@ def test_pool_events_tell_of_blocks_once_they_are_filled_and_until_they_are_hand
 
 def test_pool_events_reset_is_one_event_however_many_blocks() -> None:
     log = BlockEventLog(100)
-    pool = BlockPool(9, log)
+    pool = BlockPool(9, events=log)
     blocks = pool.get_new_blocks(8)
     for block in blocks:
         pool.cache_full_block(block, bytes([block.block_id]) * 16, None, TOKENS, b"")

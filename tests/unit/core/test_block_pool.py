@@ -262,7 +262,7 @@ def test_adopt_block_in_use_cached_or_null_is_refused() -> None:
         assert pool.adopt(block_id, b"h", None, TOKENS, b"") is None
     assert pool.adopt(3, b"h", None, TOKENS, b"") is not None
     assert pool.get_cached_block(b"h", None, TOKENS, b"") is pool.blocks[3]
-    pool.check_integrity([[used]])
+    pool.check_integrity([[used, pool.blocks[3]]])
 
 
 @pytest.mark.parametrize(
@@ -292,14 +292,22 @@ class PoolMachine(RuleBasedStateMachine):
     """The pool beside a naive one: lists and dicts, searched from end to end.
 
     In the model a content is a tuple (name, parent content); hashes are the name's first letter only, so they collide.
+    What an eviction policy goes by is noted of every block, and sorted anew each time it is asked.
     """
 
     NUM_BLOCKS = 8
+    POLICY = "lru"
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(self.NUM_BLOCKS)
-        self.free: list[int] = list(range(1, self.NUM_BLOCKS))
+        self.pool = BlockPool(self.NUM_BLOCKS, self.POLICY)
+        self.empty: list[int] = list(range(1, self.NUM_BLOCKS))  # free without content, in order
+        self.time = 0
+        self.freed_at: dict[int, int] = {}  # free or cached block id -> when it last came free
+        self.first_freed_at: dict[int, int] = {}  # the same, first with its present content
+        self.overdue: set[int] = set()  # its turn came while it was referenced
+        self.uses: dict[int, int] = {}
+        self.retention: dict[int, int] = {}
         self.refs: dict[int, int] = {}
         self.held: dict[int, str] = {}  # block id -> the content's name
         self.order: list[int] = []  # cached blocks, oldest first
@@ -310,9 +318,27 @@ class PoolMachine(RuleBasedStateMachine):
     def _hash(self, name: str) -> bytes:
         return name[:1].encode()
 
+    @property
+    def free(self) -> list[int]:
+        cached = [block_id for block_id in self.held if block_id not in self.refs]
+        return self.empty + sorted(cached, key=self._rank)
+
+    def _rank(self, block_id: int) -> tuple[int, ...]:
+        freed_at = self.freed_at[block_id]
+        if self.POLICY == "lfu":
+            return (self.uses.get(block_id, 0), freed_at)
+        if self.POLICY == "priority":
+            return (self.retention.get(block_id, -1000), freed_at)
+        if self.POLICY == "fifo":
+            return (0, freed_at) if block_id in self.overdue else (1, self.first_freed_at[block_id])
+        return (freed_at,)
+
     def _uncache(self, block_id: int) -> None:
-        self.held.pop(block_id, None)
-        self.steps.pop(block_id, None)
+        if block_id in self.held and block_id not in self.refs:
+            self.empty.insert(0, block_id)
+        for notes in (self.held, self.steps, self.uses, self.retention, self.first_freed_at):
+            notes.pop(block_id, None)
+        self.overdue.discard(block_id)
         if block_id in self.order:
             self.order.remove(block_id)
 
@@ -322,10 +348,18 @@ class PoolMachine(RuleBasedStateMachine):
             with pytest.raises(IndexError):
                 self.pool.get_new_blocks(count)
             return
-        taken, self.free = self.free[:count], self.free[count:]
+        taken = self.free[:count]
+        in_turn = [block_id for block_id in taken if block_id in self.held and block_id not in self.overdue]
+        if in_turn:
+            last = max(self.first_freed_at[block_id] for block_id in in_turn)
+            self.overdue |= {
+                block_id for block_id in self.refs if self.first_freed_at.get(block_id, self.time + 1) < last
+            }
         for block_id in taken:
-            self._uncache(block_id)
             self.refs[block_id] = 1
+            self._uncache(block_id)
+            if block_id in self.empty:
+                self.empty.remove(block_id)
         assert block_ids(self.pool.get_new_blocks(count)) == taken
 
     @precondition(lambda self: self.refs)
@@ -336,8 +370,22 @@ class PoolMachine(RuleBasedStateMachine):
             self.refs[block_id] -= 1
             if not self.refs[block_id]:
                 del self.refs[block_id]
-                self.free.insert(len(self.free) if block_id in self.held else 0, block_id)
+                self.time += 1
+                self.freed_at[block_id] = self.time
+                if block_id in self.held:
+                    self.first_freed_at.setdefault(block_id, self.time)
+                else:
+                    self.empty.insert(0, block_id)
         self.pool.free_blocks([self.pool.blocks[block_id] for block_id in chosen])
+
+    @precondition(lambda self: self.refs)
+    @rule(data=st.data(), retention_priority=st.integers(-2, 2))
+    def note_use(self, data: st.DataObject, retention_priority: int) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.refs)), unique=True, max_size=4))
+        for block_id in set(chosen) & set(self.held):
+            self.uses[block_id] = self.uses.get(block_id, 0) + 1
+            self.retention[block_id] = max(retention_priority, self.retention.get(block_id, -1000))
+        self.pool.note_use([self.pool.blocks[block_id] for block_id in chosen], retention_priority)
 
     @precondition(lambda self: self.free)
     @rule(data=st.data())
@@ -396,8 +444,6 @@ class PoolMachine(RuleBasedStateMachine):
         if block is not None:
             self.pool.touch([block])
             self.refs[block.block_id] = self.refs.get(block.block_id, 0) + 1
-            if block.block_id in self.free:
-                self.free.remove(block.block_id)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -405,13 +451,13 @@ class PoolMachine(RuleBasedStateMachine):
         block_id = data.draw(st.sampled_from(sorted(self.held)))
         expected = {other for other, name in self.held.items() if name == self.held[block_id]}
         assert set(block_ids(self.pool.distrust([self.pool.blocks[block_id]]))) == expected
-        for other in expected:
+        for other in sorted(expected):
             self._uncache(other)
 
     @rule()
     def reset_prefix_cache(self) -> None:
         assert block_ids(self.pool.reset_prefix_cache()) == sorted(self.held)
-        for block_id in list(self.held):
+        for block_id in sorted(self.held):
             self._uncache(block_id)
         self.outstanding.clear()
 
@@ -430,5 +476,21 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity(tables)
 
 
+class LFUPoolMachine(PoolMachine):
+    POLICY = "lfu"
+
+
+class FIFOPoolMachine(PoolMachine):
+    POLICY = "fifo"
+
+
+class PriorityPoolMachine(PoolMachine):
+    POLICY = "priority"
+
+
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLFUPoolMachine = LFUPoolMachine.TestCase
+TestFIFOPoolMachine = FIFOPoolMachine.TestCase
+TestPriorityPoolMachine = PriorityPoolMachine.TestCase
+for test_case in (TestPoolMachine, TestLFUPoolMachine, TestFIFOPoolMachine, TestPriorityPoolMachine):
+    test_case.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -242,3 +242,17 @@ def test_schedule_any_state_with_work_returns_a_step_or_waits_for_one(max_outsta
         while scheduler.outstanding:
             scheduler.update(make_result(scheduler.outstanding[0]))
         assert len(free_ids(scheduler.kv)) == blocks - 1
+
+
+def test_preempted_request_looks_up_its_prefix_again_and_it_is_not_counted_again() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=9, block_size=4))
+    fill(scheduler, {"a": 8, "b": 8, "c": 11})
+    run_step(scheduler)
+    assert waiting_ids(scheduler) == ["c"]
+    scheduler.abort("a")
+    back = scheduler.requests["c"]
+    step = run_step(scheduler)
+    assert rows_of(step)["c"] == (8, 4), "its first two blocks were found"
+    assert back.num_preemptions == 1
+    assert back.num_cached_tokens == 0, "what it found when it first came"
+    assert (scheduler.stats.prefix_hits, scheduler.stats.prefix_queries) == (0, 27)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import typing
+
 import pytest
 
 from kvmanager_service.config import ENV_PREFIX, ConfigError, ManagerConfig, load_config
+from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +22,12 @@ def test_config_nothing_given_is_default() -> None:
     assert (config.max_num_batched_tokens, config.max_num_seqs, config.max_waiting) == (2048, 256, 1000)
     assert (config.enable_prefix_caching, config.queue_ahead) == (True, True)
     assert (config.watermark, config.lease_ms, config.executor_timeout_s) == (0.01, 10_000, 60.0)
+
+
+def test_config_eviction_policies_are_those_of_the_core() -> None:
+    choices = typing.get_args(ManagerConfig.model_fields["eviction_policy"].annotation)
+    assert choices == tuple(EVICTION_POLICIES)
+    assert load_config([]).eviction_policy == DEFAULT_EVICTION_POLICY
 
 
 def test_config_environment_twin_beats_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,6 +55,7 @@ def test_config_is_frozen() -> None:
         (["--port", "99999"], "less than or equal to 65535", "'99999'"),
         (["--port", "x"], "valid integer", "'x'"),
         (["--policy", "lifo"], "'fcfs', 'priority' or 'fair'", "'lifo'"),
+        (["--eviction-policy", "mru"], "'lru', 'lfu', 'fifo' or 'priority'", "'mru'"),
         (["--watermark", "1"], "less than 1", "'1'"),
         (["--watermark", "nan"], "less than 1", "'nan'"),
         (["--drain-timeout-s", "inf"], "finite number", "'inf'"),

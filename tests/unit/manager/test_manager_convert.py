@@ -60,6 +60,7 @@ def test_convert_all_set_arrives() -> None:
         ),
         stopping=pb.StoppingParams(max_tokens=8, min_tokens=2, stop_token_ids=[4], ignore_eos=True),
         priority=-3,
+        retention_priority=100,
         cache_salt="s",
         tenant="t",
         resume_token_ids=pb.TokenIds(ids=[7, 8]),
@@ -67,6 +68,7 @@ def test_convert_all_set_arrives() -> None:
     new = convert(request)
     assert new.sampling == SamplingParams(0.5, 3, 0.5, 0.25, 1.5, -2.0, 2.0, ((4, -100.0), (9, 1.5)), 0)
     assert (new.stop.max_tokens, new.stop.min_tokens, new.stop.stop_token_ids) == (8, 2, frozenset({4}))
+    assert new.retention_priority == 100
     assert (new.seed, new.priority, new.cache_salt, int32s(new.resumed)) == (2**64 - 1, -3, "s", [7, 8])
     assert new.tenant == "t"
     assert new.sampling is convert(request).sampling  # equal parameters are one object, found by identity
@@ -120,6 +122,8 @@ BAD = [
     (generate_request(request_id="x" * 257), "request_id"),
     (generate_request(cache_salt="x" * 257), "cache_salt"),
     (generate_request(tenant="x" * 257), "tenant"),
+    (generate_request(retention_priority=101), "retention_priority"),
+    (generate_request(retention_priority=-101), "retention_priority"),
     (generate_request(resume_token_ids=pb.TokenIds(ids=[610])), "resume_token_ids"),
     (generate_request(resume_token_ids=pb.TokenIds(ids=[1] * 125)), "resume_token_ids"),
     (generate_request(resume_token_ids=pb.TokenIds(ids=[1, 0])), "resume_token_ids"),

@@ -35,6 +35,7 @@ class GenerateRequest(google.protobuf.message.Message):
     CACHE_SALT_FIELD_NUMBER: builtins.int
     RESUME_TOKEN_IDS_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
+    RETENTION_PRIORITY_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """request_id names the request, at most 256 characters. Empty lets the server choose one. An id that is waiting
     or running gets ALREADY_EXISTS.
@@ -56,6 +57,11 @@ class GenerateRequest(google.protobuf.message.Message):
     policies ignore it. Where the manager isolates tenants (SchedulerSettings.isolate_tenants), only requests of the same
     tenant share blocks. Empty is one tenant, too: all requests that name none share it. It is not authenticated:
     where clients are not trusted, a gateway sets it.
+    """
+    retention_priority: builtins.int
+    """retention_priority says how long the request's blocks are worth keeping once it has ended, in [-100, 100]; higher
+    is longer, and INVALID_ARGUMENT beyond. 0 is usual. A block has the highest of the requests that used it while it
+    was cached. Only the manager's eviction policy "priority" asks for it.
     """
     @property
     def token_ids(self) -> Global___TokenIds:
@@ -93,10 +99,11 @@ class GenerateRequest(google.protobuf.message.Message):
         cache_salt: builtins.str = ...,
         resume_token_ids: Global___TokenIds | None = ...,
         tenant: builtins.str = ...,
+        retention_priority: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["chat", b"chat", "prompt", b"prompt", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "retention_priority", b"retention_priority", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: typing_extensions.TypeAlias = typing.Literal["text", "token_ids", "chat"]
     _WhichOneofArgType_prompt: typing_extensions.TypeAlias = typing.Literal["prompt", b"prompt"]

@@ -1,0 +1,58 @@
+"""Which free block is handed out next: what every policy does.
+
+Station: one policy is owned by `BlockPool`, which tells it of every block that comes free, is hit again or loses its
+content. A policy never sees a request and never changes a block but for its links.
+
+Whatever the policy, a block without content is handed out before any with content, and a block that a table references
+is not handed out at all. Policies differ only in the order of free blocks with content.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+
+from kvmanager_service.core.block import KVCacheBlock
+
+
+class EvictionPolicy(ABC):
+    """The free blocks, in the order they will be handed out.
+
+    Attributes:
+        num_free_blocks: how many there are.
+    """
+
+    num_free_blocks: int
+
+    @abstractmethod
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        """Take the next n blocks out, in order. Raises IndexError when fewer are free; nothing is taken then."""
+
+    @abstractmethod
+    def remove(self, block: KVCacheBlock) -> None:
+        """A free block is referenced again. Raises ValueError when it is not free."""
+
+    @abstractmethod
+    def append(self, block: KVCacheBlock) -> None:
+        """A block with content came free."""
+
+    @abstractmethod
+    def prepend(self, block: KVCacheBlock) -> None:
+        """A block without content came free."""
+
+    @abstractmethod
+    def emptied(self, block: KVCacheBlock) -> None:
+        """A block, free or referenced, lost its content otherwise than by being handed out."""
+
+    @abstractmethod
+    def note_use(self, blocks: Iterable[KVCacheBlock], retention_priority: int) -> None:
+        """A request that referenced these blocks is about to give them back.
+
+        Args:
+            blocks: its table.
+            retention_priority: how much the request wants them kept; higher is longer.
+        """
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        """In the order they will be handed out; for tests and checks."""

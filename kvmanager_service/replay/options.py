@@ -1,0 +1,142 @@
+"""The command line of a replay.
+
+Station: read by `__main__`. Names and defaults are those of the manager's flags where a replay has the same thing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
+from kvmanager_service.core.policies import POLICIES
+from kvmanager_service.core.scheduler_config import SchedulerConfig
+from kvmanager_service.replay.cost_model import CostModel
+from kvmanager_service.replay.trace import FORMATS, MOONCAKE_BLOCK
+
+__all__ = ["parse"]
+
+_DESCRIPTION = """\
+Replay a trace of requests through KVPlane's own scheduler and block pool, on a simulated clock: no model, no GPU, and
+seconds for what took an hour. Shows hit ratios, queues, preemptions and latencies, so that cache sizes, eviction
+policies and limits can be compared before anything is bought or restarted."""
+
+_EPILOG = """\
+Examples:
+  kvplane replay mooncake.jsonl --num-blocks 30000 --block-size 512
+  kvplane replay mooncake.jsonl --num-blocks 10001 --block-size 512 --one-at-a-time --whole-blocks --eviction-policy lfu
+  kvplane replay azure.csv --num-blocks 29696 --speedup 4 --plot replay.svg --json
+
+Exit codes: 0 done, 1 the trace or a file can not be used, 2 wrong usage, 130 interrupted."""
+
+
+def _number(kind: Callable[[str], float], least: float, what: str) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"expected {what} of at least {least:g}, got {text!r}")
+        return value
+
+    return read
+
+
+def _count(least: int) -> Callable[[str], float]:
+    return _number(int, least, "an integer")
+
+
+def _microseconds(text: str) -> float:
+    return _number(float, 0, "a number")(text)
+
+
+def _speedup(text: str) -> float:
+    return _number(float, 1e-6, "a number")(text)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the arguments after the program's name. Raises SystemExit(2) for wrong ones, SystemExit(0) for --help."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.num_blocks == 1:
+        parser.error("--num-blocks: expected 0, or at least 2 (one of them is the null block), got 1")
+    if options.max_num_seqs > options.max_num_batched_tokens:
+        parser.error(
+            f"--max-num-seqs: expected at most --max-num-batched-tokens ({options.max_num_batched_tokens}), since each"
+            f" running request computes at least one token a step; got {options.max_num_seqs}"
+        )
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvplane replay",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    limits, cost = SchedulerConfig(), CostModel()
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="the trace's file")
+    parser.add_argument(
+        "--format", choices=["auto", *FORMATS], default="auto", help="of the trace; default: %(default)s"
+    )
+    parser.add_argument("--limit", type=_count(0), default=0, help="most requests read; default: 0, all")
+
+    pool = parser.add_argument_group("pool")
+    pool.add_argument(
+        "--num-blocks",
+        type=_count(0),
+        required=True,
+        help="blocks, the null block included; 0: as many as could be used",
+    )
+    pool.add_argument("--block-size", type=_count(1), default=16, help="tokens per block; default: %(default)s")
+    pool.add_argument(
+        "--eviction-policy", choices=[*EVICTION_POLICIES], default=DEFAULT_EVICTION_POLICY,
+        help="which cached block gives way first; default: %(default)s",
+    )  # fmt: skip
+    pool.add_argument(
+        "--whole-blocks", action="store_true",
+        help=f"count every id of a mooncake trace as {MOONCAKE_BLOCK} tokens, the last of a prompt, too",
+    )  # fmt: skip
+
+    order = parser.add_argument_group("order and limits")
+    order.add_argument(
+        "--one-at-a-time", action="store_true",
+        help="no clock: prompts alone, one after another in file order; what follows is not asked for then",
+    )  # fmt: skip
+    order.add_argument(
+        "--speedup", type=_speedup, default=1.0, help="requests arrive this many times faster; default: 1"
+    )
+    order.add_argument(
+        "--policy", choices=[*POLICIES], default=limits.policy, help="order of service; default: %(default)s"
+    )
+    order.add_argument(
+        "--max-num-seqs", type=_count(1), default=limits.max_num_seqs, help="most running; default: %(default)s"
+    )
+    order.add_argument(
+        "--max-num-batched-tokens", type=_count(1), default=limits.max_num_batched_tokens,
+        help="most tokens of a step; default: %(default)s",
+    )  # fmt: skip
+    order.add_argument(
+        "--queue-ahead", action=argparse.BooleanOptionalAction, default=True,
+        help="schedule a step before the result of the last; default: yes, as the manager does",
+    )  # fmt: skip
+
+    steps = parser.add_argument_group("what a step costs, in microseconds (the defaults: 8B parameters on one H100)")
+    for name, text in (
+        ("step_us", "any step: launches, reading the weights"),
+        ("prefill_token_us", "each token of a row with several"),
+        ("decode_row_us", "each row with one token"),
+        ("context_token_us", "each token of K and V that a row reads"),
+    ):
+        flag = "--" + name.replace("_", "-")
+        steps.add_argument(flag, type=_microseconds, default=getattr(cost, name), help=f"{text}; default: %(default)s")
+
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON document; errors, too, on stderr")
+    output.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw hit ratio, queue and pool over time")
+    return parser

@@ -1,0 +1,160 @@
+"""What a replay found: numbers, as a document and as a table.
+
+Station: the runners fill a `Measurements`; `summarise` makes the document of it that `__main__` prints.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+__all__ = ["Measurements", "Sample", "percentiles", "summarise", "table"]
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """How things stood when a request ended; `plot` draws them.
+
+    Attributes:
+        time: seconds since the trace began; in a replay without a clock, requests done.
+        hit_tokens, prompt_tokens: so far.
+        waiting, running: requests.
+        blocks_in_use: blocks that tables reference.
+    """
+
+    time: float
+    hit_tokens: int
+    prompt_tokens: int
+    waiting: int
+    running: int
+    blocks_in_use: int
+
+
+def _floats() -> array[float]:
+    return array("d")
+
+
+@dataclass(slots=True)
+class Measurements:
+    """Everything counted on the way. Times in seconds.
+
+    Attributes:
+        refused: requests that could never fit the pool.
+        failed: those that outgrew it while they ran.
+        queue_seconds: Σ over time of the queue's length, requests × seconds.
+        queue_times: from arrival to first admission.
+        first_token_times: from arrival to the first output token (TTFT).
+        token_gaps: between output tokens of one request (ITL), preemptions included.
+    """
+
+    has_clock: bool
+    num_requests: int = 0
+    refused: int = 0
+    failed: int = 0
+    hit_blocks: int = 0
+    prompt_blocks: int = 0
+    hit_tokens: int = 0
+    prompt_tokens: int = 0
+    evictions: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    output_tokens: int = 0
+    makespan: float = 0.0
+    max_queue: int = 0
+    queue_seconds: float = 0.0
+    queue_times: array[float] = field(default_factory=_floats)
+    first_token_times: array[float] = field(default_factory=_floats)
+    token_gaps: array[float] = field(default_factory=_floats)
+    samples: list[Sample] = field(default_factory=list)
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean, nearest-rank percentiles and maximum; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    ranks = {f"p{share}": ordered[math.ceil(share / 100 * len(ordered)) - 1] for share in PERCENTILES}
+    return {"mean": math.fsum(ordered) / len(ordered), **ranks, "max": ordered[-1]}
+
+
+def summarise(found: Measurements, settings: dict[str, Any]) -> dict[str, Any]:
+    """The document `--json` prints. What has no clock has no times."""
+    document: dict[str, Any] = {
+        "settings": settings,
+        "requests": {"replayed": found.num_requests, "refused": found.refused, "failed": found.failed},
+        "prefix_cache": {
+            "block_hit_ratio": _share(found.hit_blocks, found.prompt_blocks),
+            "token_hit_ratio": _share(found.hit_tokens, found.prompt_tokens),
+            "hit_blocks": found.hit_blocks,
+            "prompt_blocks": found.prompt_blocks,
+            "hit_tokens": found.hit_tokens,
+            "prompt_tokens": found.prompt_tokens,
+            "evicted_blocks": found.evictions,
+        },
+    }
+    if found.has_clock:
+        document |= {
+            "makespan_s": found.makespan,
+            "steps": found.steps,
+            "preemptions": found.preemptions,
+            "output_tokens": found.output_tokens,
+            "output_tokens_per_s": _share(found.output_tokens, found.makespan),
+            "queue_length": {"mean": _share(found.queue_seconds, found.makespan), "max": found.max_queue},
+            "queue_time_s": percentiles(found.queue_times),
+            "ttft_s": percentiles(found.first_token_times),
+            "itl_s": percentiles(found.token_gaps),
+        }
+    return document
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def table(document: dict[str, Any]) -> Table:
+    """The document for people."""
+    shown = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, value in _rows(document):
+        shown.add_row(f"[dim]{name}[/dim]", value)
+    return shown
+
+
+def _rows(document: dict[str, Any]) -> list[tuple[str, str]]:
+    settings, requests, cache = document["settings"], document["requests"], document["prefix_cache"]
+    pool = f"{settings['num_blocks']:,} blocks of {settings['block_size']} tokens, {settings['eviction_policy']}"
+    rows = [
+        ("pool", pool),
+        ("requests", ", ".join(f"{count:,} {what}" for what, count in requests.items() if count or what == "replayed")),
+        *((f"hit ratio, {unit}s", _ratio(cache, unit)) for unit in ("block", "token")),
+        ("evicted", f"{cache['evicted_blocks']:,} blocks"),
+    ]
+    if "makespan_s" in document:
+        queue = document["queue_length"]
+        rows += [
+            ("makespan", f"{document['makespan_s']:,.1f} s, {document['steps']:,} steps"),
+            ("output", f"{document['output_tokens']:,} tokens, {document['output_tokens_per_s']:,.1f} a second"),
+            ("preemptions", f"{document['preemptions']:,}"),
+            ("queue length", f"mean {queue['mean']:,.1f}, max {queue['max']:,}"),
+            *((label, _spread(document[name])) for label, name in _TIMES),
+        ]
+    return rows
+
+
+def _ratio(cache: dict[str, Any], unit: str) -> str:
+    return f"{cache[f'{unit}_hit_ratio']:.4f}  ({cache[f'hit_{unit}s']:,} of {cache[f'prompt_{unit}s']:,})"
+
+
+_TIMES = (("queue time", "queue_time_s"), ("time to first token", "ttft_s"), ("time between tokens", "itl_s"))
+
+
+def _spread(values: dict[str, float] | None) -> str:
+    if values is None:
+        return "none"
+    return ", ".join(f"{name} {value * 1000:,.1f}" for name, value in values.items()) + " ms"

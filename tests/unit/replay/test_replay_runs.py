@@ -1,0 +1,178 @@
+"""Runs small enough to reckon by hand, and the two runners against each other."""
+
+import random
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from kvmanager_service.core.eviction_policies import EVICTION_POLICIES
+from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.scheduler import Scheduler
+from kvmanager_service.core.scheduler_config import SchedulerConfig
+from kvmanager_service.replay.cost_model import CostModel
+from kvmanager_service.replay.one_at_a_time import replay_one_at_a_time
+from kvmanager_service.replay.plot import draw
+from kvmanager_service.replay.report import Measurements, percentiles, summarise, table
+from kvmanager_service.replay.timed import TimedReplay
+from kvmanager_service.replay.trace import TraceRequest
+
+ONE_SECOND = CostModel(step_us=1e6, prefill_token_us=0, decode_row_us=0, context_token_us=0)
+BLOCK_SIZE = 4
+
+
+def traced(name: str, arrival: float, *parts: tuple[int, int], output: int = 1, priority: int = 0) -> TraceRequest:
+    return TraceRequest(name, arrival, parts, output, priority=priority)
+
+
+def run(
+    trace: list[TraceRequest],
+    num_blocks: int = 40,
+    cost: CostModel = ONE_SECOND,
+    speedup: float = 1.0,
+    eviction_policy: str = "lru",
+    **limits: object,
+) -> Measurements:
+    kv = KVCacheManager(num_blocks, BLOCK_SIZE, eviction_policy=eviction_policy)
+    values = {"max_waiting": len(trace), "max_outstanding": 1, "watermark": 0.0} | limits
+    scheduler = Scheduler(SchedulerConfig(**values), kv)  # type: ignore[arg-type]
+    found = TimedReplay(trace, scheduler, cost, speedup).run()
+    scheduler.check_integrity()
+    assert kv.pool.num_free_blocks == num_blocks - 1
+    return found
+
+
+def test_timed_lone_request_has_a_token_a_step() -> None:
+    found = run([traced("a", 0.0, (1, 8), output=3)])
+    assert list(found.first_token_times) == [1.0]
+    assert list(found.token_gaps) == [1.0, 1.0]
+    assert list(found.queue_times) == [0.0]
+    assert (found.makespan, found.steps, found.output_tokens) == (3.0, 3, 3)
+
+
+def test_timed_step_queued_ahead_takes_the_same_time() -> None:
+    found = run([traced("a", 0.0, (1, 8), output=3)], max_outstanding=2)
+    assert list(found.token_gaps) == [1.0, 1.0]
+    assert found.output_tokens == 3
+    assert found.makespan == 3.0
+
+
+def test_timed_second_request_waits_for_its_turn() -> None:
+    trace = [traced("a", 0.0, (1, 8), output=3), traced("b", 0.5, (2, 8), output=1)]
+    found = run(trace, max_num_seqs=1)
+    assert list(found.queue_times) == [0.0, 2.5]
+    assert list(found.first_token_times) == [1.0, 3.5]
+    assert (found.makespan, found.max_queue, found.queue_seconds) == (4.0, 1, 2.5)
+
+
+def test_timed_arrival_between_steps_joins_the_next_one() -> None:
+    found = run([traced("a", 0.0, (1, 8), output=3), traced("b", 0.5, (2, 8), output=1)])
+    assert list(found.queue_times) == [0.0, 0.5]
+    assert found.makespan == 3.0
+
+
+def test_timed_speedup_brings_arrivals_closer() -> None:
+    trace = [traced("a", 0.0, (1, 8)), traced("b", 100.0, (2, 8))]
+    assert run(trace).makespan == 101.0
+    assert run(trace, speedup=10.0).makespan == 11.0
+
+
+def test_timed_priority_policy_serves_the_lower_value_first() -> None:
+    trace = [traced("a", 0.0, (1, 8)), traced("b", 0.5, (2, 8)), traced("c", 0.6, (3, 8), priority=-1)]
+    waits = {"fcfs": [0.0, 0.5, 1.4], "priority": [0.0, 0.4, 1.5]}
+    for policy, expected in waits.items():
+        assert list(run(trace, policy=policy, max_num_seqs=1).queue_times) == pytest.approx(expected)
+
+
+def test_timed_shared_prefix_is_counted_in_blocks_and_tokens() -> None:
+    trace = [traced("a", 0.0, (1, 8), (2, 2)), traced("b", 10.0, (1, 8), (3, 3))]
+    found = run(trace)
+    assert (found.hit_tokens, found.prompt_tokens) == (8, 21)
+    assert (found.hit_blocks, found.prompt_blocks) == (2, 6)
+    cache = summarise(found, {})["prefix_cache"]
+    assert (cache["block_hit_ratio"], cache["token_hit_ratio"]) == (2 / 6, 8 / 21)
+
+
+def test_timed_preemption_shows_as_one_and_its_look_up_is_not_counted_again() -> None:
+    trace = [traced("a", 0.0, (1, 12), output=8), traced("b", 0.0, (2, 12), output=8)]
+    found = run(trace, num_blocks=9)
+    assert found.preemptions >= 1
+    assert (found.hit_tokens, found.prompt_tokens) == (0, 24)
+    assert found.output_tokens == 16
+    assert max(found.token_gaps) > 1.0
+
+
+def test_timed_request_that_can_never_fit_is_refused_and_one_that_outgrows_the_pool_fails() -> None:
+    trace = [traced("a", 0.0, (1, 100)), traced("b", 0.0, (2, 8), output=100), traced("c", 0.0, (3, 4))]
+    found = run(trace, num_blocks=6)
+    assert (found.refused, found.failed, found.num_requests) == (1, 1, 2)
+
+
+def test_cost_model_sums_its_terms() -> None:
+    kv = KVCacheManager(40, BLOCK_SIZE)
+    scheduler = Scheduler(SchedulerConfig(max_outstanding=1), kv)
+    cost = CostModel(step_us=1e6, prefill_token_us=1e4, decode_row_us=1e2, context_token_us=1)
+    run_times = []
+    scheduler.add_request(traced("a", 0.0, (1, 8), output=3).to_new_request(0.0))
+    step = scheduler.schedule()
+    assert step is not None
+    run_times.append(cost.seconds(step))
+    found = run([traced("a", 0.0, (1, 8), output=3), traced("b", 1.0, (2, 5), output=1)], cost=cost)
+    # 8 prompt tokens, 8 read; then a row at length 9 beside 5 prompt tokens; then a row at length 10.
+    first, second, third = 1.080008, 1.0 + 0.05 + 0.0001 + 0.000014, 1.0 + 0.0001 + 0.00001
+    assert run_times == [pytest.approx(first)]
+    assert list(found.token_gaps) == pytest.approx([second, third])
+    assert found.makespan == pytest.approx(first + second + third)
+
+
+@pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
+def test_requests_far_apart_hit_what_they_hit_one_at_a_time(policy: str) -> None:
+    rng = random.Random(11)
+    trace = [
+        TraceRequest(
+            f"r{index}",
+            1000.0 * index,
+            tuple((rng.randrange(3) if depth == 0 else rng.randrange(6), BLOCK_SIZE) for depth in range(1 + index % 9)),
+            1,
+            retention_priority=rng.randrange(-100, 101),
+        )
+        for index in range(400)
+    ]
+    alone = replay_one_at_a_time(trace, KVCacheManager(30, BLOCK_SIZE, eviction_policy=policy))
+    timed = run(trace, num_blocks=30, eviction_policy=policy)
+    assert alone.evictions > 100
+    assert 0 < alone.hit_blocks < alone.prompt_blocks
+    names = ("hit_blocks", "prompt_blocks", "hit_tokens", "prompt_tokens", "evictions")
+    assert [getattr(alone, name) for name in names] == [getattr(timed, name) for name in names]
+
+
+def test_one_at_a_time_prompt_larger_than_the_pool_is_refused() -> None:
+    kv = KVCacheManager(4, BLOCK_SIZE)
+    found = replay_one_at_a_time([traced("a", 0.0, (1, 13)), traced("b", 0.0, (2, 12))], kv)
+    assert (found.refused, found.num_requests) == (1, 1)
+    kv.check_integrity([])
+
+
+def test_percentiles_are_nearest_ranks() -> None:
+    assert percentiles([]) is None
+    assert percentiles([5.0]) == {"mean": 5.0, "p50": 5.0, "p90": 5.0, "p99": 5.0, "max": 5.0}
+    spread = percentiles([float(value) for value in range(200, 0, -1)])
+    assert spread == {"mean": 100.5, "p50": 100.0, "p90": 180.0, "p99": 198.0, "max": 200.0}
+
+
+def test_table_shows_times_only_of_what_has_a_clock() -> None:
+    settings = {"num_blocks": 40, "block_size": BLOCK_SIZE, "eviction_policy": "lru"}
+    trace = [traced("a", 0.0, (1, 8))]
+    timed = table(summarise(run(trace), settings))
+    alone = table(summarise(replay_one_at_a_time(trace, KVCacheManager(40, BLOCK_SIZE)), settings))
+    assert timed.row_count == alone.row_count + 7
+
+
+@pytest.mark.parametrize("count", [1, 5000])
+def test_plot_is_well_formed_and_ends_with_the_last_sample(count: int) -> None:
+    found = run([traced(f"r{index}", float(index), (index, 4)) for index in range(count)])
+    drawn = draw(found.samples, title="a < b & c", num_usable_blocks=39, has_clock=True)
+    root = ET.fromstring(drawn)
+    lines = [node.attrib["points"].split() for node in root.iter("{http://www.w3.org/2000/svg}polyline")]
+    assert len(lines) == 4
+    assert all(len(points) == len(lines[0]) <= 900 for points in lines)
+    assert all(points[-1].startswith("870.0,") for points in lines)

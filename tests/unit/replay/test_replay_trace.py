@@ -1,0 +1,115 @@
+"""Trace readers: what each format becomes, and what is said of a line that is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvmanager_service.replay.trace import FIRST_UNIQUE_TOKEN, TraceError, read_trace
+
+MOONCAKE = {"timestamp": 3000, "input_length": 700, "output_length": 5, "hash_ids": [4, 9]}
+KVPLANE = {"arrival": 1.5, "prompt_length": 30, "output_length": 5}
+
+
+def write(folder: Path, *records: object) -> Path:
+    path = folder / "trace"
+    path.write_text("".join((item if isinstance(item, str) else json.dumps(item)) + "\n" for item in records))
+    return path
+
+
+def test_mooncake_ids_become_runs_and_the_last_is_cut_to_the_prompt(tmp_path: Path) -> None:
+    path = write(tmp_path, MOONCAKE, "", MOONCAKE | {"timestamp": 4500, "output_length": 0})
+    first, second = read_trace(path)
+    assert first.parts == ((4, 512), (9, 188))
+    assert (first.prompt_length, first.output_length, first.arrival) == (700, 5, 0.0)
+    assert (second.request_id, second.output_length, second.arrival) == ("line-3", 1, 1.5)
+    assert first.with_whole_runs(512).prompt_length == 1024
+    prompt = first.to_new_request(0.0).prompt
+    assert prompt == (4).to_bytes(4, "little") * 512 + (9).to_bytes(4, "little") * 188
+
+
+def test_azure_prompts_begin_differently(tmp_path: Path) -> None:
+    lines = (
+        "TIMESTAMP,ContextTokens,GeneratedTokens",
+        "2023-11-16 18:15:46.6805900,374,44",
+        "2023-11-16 18:15:50.9951690,396,0",
+    )
+    first, second = read_trace(write(tmp_path, *lines))
+    assert (first.prompt_length, first.output_length, first.arrival) == (374, 44, 0.0)
+    assert second.arrival == pytest.approx(4.314579, abs=1e-5)
+    assert second.output_length == 1
+    assert first.parts[0][0] != second.parts[0][0]
+
+
+def test_kvplane_explicit_ids_and_shared_prefixes(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        {"arrival": 2, "prompt_token_ids": [7, 8, 7], "output_length": 1, "priority": -1},
+        KVPLANE | {"prefix": [["system", 10], ["user", 5]], "retention_priority": 9, "cache_salt": "s"},
+        KVPLANE | {"prefix": [["system", 10], ["other", 20]]},
+    )
+    ids, first, second = read_trace(path)
+    assert ids.to_new_request(0.0).prompt == b"".join(token.to_bytes(4, "little") for token in (7, 8, 7))
+    assert (ids.arrival, ids.priority) == (0.5, -1)
+    assert first.parts == ((0, 10), (1, 5), (FIRST_UNIQUE_TOKEN + 2, 15))
+    assert second.parts == ((0, 10), (2, 20))
+    new = first.to_new_request(1.0)
+    assert (new.retention_priority, new.cache_salt, new.stop.max_tokens) == (9, "s", 5)
+
+
+def test_read_trace_limit_reads_no_further(tmp_path: Path) -> None:
+    assert len(read_trace(write(tmp_path, MOONCAKE, MOONCAKE, "broken"), limit=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "line", "expected", "got"),
+    [
+        ((), 1, "a first line of one of the formats", "none"),
+        (("what is this",), 1, "a first line of one of the formats", "what is this"),
+        ((MOONCAKE, "{"), 2, "a JSON object", "{"),
+        ((MOONCAKE, "[]"), 2, "a JSON object", "[]"),
+        ((MOONCAKE, MOONCAKE | {"timestamp": -1}), 2, "timestamp: a number of at least 0", "-1"),
+        ((MOONCAKE, MOONCAKE | {"timestamp": float("nan")}), 2, "timestamp: a number of at least 0", "nan"),
+        ((MOONCAKE | {"input_length": 0},), 1, "input_length: an integer in 1", "0"),
+        ((MOONCAKE | {"output_length": "5"},), 1, "output_length: an integer in 0", "'5'"),
+        ((MOONCAKE | {"hash_ids": [4]},), 1, "2 hash_ids for an input_length of 700", "1"),
+        ((MOONCAKE | {"hash_ids": [4, -1]},), 1, "hash_ids: an integer in 0", "-1"),
+        ((MOONCAKE | {"hash_ids": [4, True]},), 1, "hash_ids: an integer in 0", "True"),
+        (({"hash_ids": [4], "input_length": 9, "output_length": 1},), 1, "timestamp: a number", "nothing"),
+        ((MOONCAKE | {"hash_ids": 4},), 1, "hash_ids: a list", "4"),
+        (("TIMESTAMP,Tokens",), 1, "the columns TIMESTAMP,ContextTokens,GeneratedTokens", "TIMESTAMP,Tokens"),
+        (("TIMESTAMP,ContextTokens,GeneratedTokens",), 1, "at least one request", "none"),
+        (("TIMESTAMP,ContextTokens,GeneratedTokens", "noon,1,1"), 2, "TIMESTAMP: a time", "noon"),
+        (("TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16,1"), 2, "3 columns", "2"),
+        (("TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16,1,-1"), 2, "GeneratedTokens: an integer", "-1"),
+        ((KVPLANE | {"colour": 1},), 1, "no fields but arrival", "colour"),
+        ((KVPLANE | {"prompt_token_ids": [1]},), 1, "either prompt_token_ids or prompt_length", "prompt_token_ids"),
+        (({"arrival": 0, "output_length": 1},), 1, "either prompt_token_ids or prompt_length", "arrival"),
+        (({"arrival": 0, "prompt_token_ids": [], "output_length": 1},), 1, "number of prompt_token_ids", "0"),
+        (({"arrival": 0, "prompt_token_ids": [1 << 29], "output_length": 1},), 1, "prompt_token_ids:", "5368"),
+        ((KVPLANE | {"output_length": 0},), 1, "output_length: an integer in 1", "0"),
+        ((KVPLANE | {"prefix": ["system"]},), 1, "prefix: pairs of name and length", "'system'"),
+        ((KVPLANE | {"prefix": [["system", 0]]},), 1, "length of prefix 'system'", "0"),
+        ((KVPLANE | {"prefix": [["system", 31]]},), 1, "no longer than prompt_length", "1 tokens more"),
+        ((KVPLANE | {"retention_priority": 101},), 1, "retention_priority: an integer in -100 to 100", "101"),
+        ((KVPLANE | {"cache_salt": 5},), 1, "cache_salt: a string", "5"),
+    ],
+)  # fmt: skip
+def test_read_trace_bad_line_says_where_expected_and_got(
+    tmp_path: Path, lines: tuple[object, ...], line: int, expected: str, got: str
+) -> None:
+    path = write(tmp_path, *lines)
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    error = caught.value
+    assert (error.path, error.line) == (str(path), line)
+    assert expected in error.expected
+    assert got in error.got
+    assert f"line {line}: expected {error.expected}, got {error.got}" in str(error)
+
+
+def test_read_trace_bytes_that_are_no_text_are_an_error_of_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_bytes(json.dumps(MOONCAKE).encode() + b"\n\xff\xfe\n")
+    with pytest.raises(TraceError, match="expected UTF-8 text"):
+        read_trace(path)
