@@ -444,6 +444,8 @@ def damage(response: pb.ExecuteResponse, rng: random.Random) -> None:
     samples = len(response.sampled_token_ids.data) // TOKEN_BYTES
     rows = len(response.computed_upto.data) // TOKEN_BYTES
     kinds = ["step", "extra sample", "missing row", "short", "ragged", "row beyond", "row before", "logprobs"]
+    if not rows:  # a step that takes tags along and nothing else has no row to leave out
+        kinds.remove("missing row")
     kind = rng.choice([*kinds, "negative"] if samples else kinds)
     if kind == "step":
         response.step_id += rng.choice((-1, 1))
