@@ -29,6 +29,7 @@ class KeyDomain(enum.IntEnum):
     """What an extra key speaks of, so that a LoRA called like a salt is not the same thing."""
 
     CACHE_SALT = 1
+    KV_GROUP = 2
 
 
 def encode_extra_keys(keys: Iterable[tuple[KeyDomain, bytes]]) -> bytes:

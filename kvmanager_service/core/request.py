@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_hash import BlockHash, KeyDomain, encode_extra_keys
 from kvmanager_service.core.errors import CoreError
+from kvmanager_service.core.kv_groups import GroupTable
 
 TOKEN_BYTES = 4
 """Bytes of one token id in `Request.token_bytes`: little-endian int32, as on the wire."""
@@ -158,6 +159,8 @@ class Request:
         last_block_id_bytes: the table it held when it ended.
         block_hashes: chain hashes of the full blocks of known tokens.
         contents: verified contents of the table's first blocks, those that are cached.
+        tables: one block table per KV group where there are several; then blocks and block_id_bytes stay empty, and
+            block_hashes and contents are of its prefixes, see `KVCacheCoordinator`.
         is_cacheable: False once a hash collision kept a block out of the cache; its successors have no verified parent.
         incarnation: grows at each preemption, so that a late result of an earlier life is told apart.
         last_step_id: the newest step that has a row of this request.
@@ -200,6 +203,7 @@ class Request:
         "seed",
         "status",
         "stop_token_ids",
+        "tables",
         "token_bytes",
         "was_admitted",
     )
@@ -232,6 +236,7 @@ class Request:
         self.block_hashes: list[BlockHash] = []
         self.contents: list[BlockContent] = []
         self.is_cacheable = True
+        self.tables: list[GroupTable] = []
 
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
