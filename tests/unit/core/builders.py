@@ -8,7 +8,9 @@ from typing import Any
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_hash import HashFunction, default_hash
 from kvmanager_service.core.errors import RowFailedError
+from kvmanager_service.core.kv_cache_coordinator import KVCache, KVCacheCoordinator
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.kv_groups import KVGroup
 from kvmanager_service.core.request import NewRequest, Request, RequestOutput, SamplingParams, StopRules, TokenLogprobs
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
@@ -71,7 +73,7 @@ def make_kv(
     return KVCacheManager(num_blocks, block_size, enable_caching=enable_caching, hash_function=hash_function)
 
 
-def make_scheduler(kv: KVCacheManager | None = None, **limits: Any) -> Scheduler:
+def make_scheduler(kv: KVCache | None = None, **limits: Any) -> Scheduler:
     """A scheduler; without limits given, one step at a time and no watermark."""
     return Scheduler(SchedulerConfig(**({"max_outstanding": 1, "watermark": 0.0} | limits)), kv or make_kv())
 
@@ -128,7 +130,7 @@ def block_ids(blocks: Iterable[KVCacheBlock]) -> list[int]:
     return [block.block_id for block in blocks]
 
 
-def free_ids(kv: KVCacheManager) -> list[int]:
+def free_ids(kv: KVCache) -> list[int]:
     """The free queue from head to tail."""
     return block_ids(kv.pool.free_block_queue)
 
@@ -182,3 +184,22 @@ def chain_of(content: BlockContent | None) -> list[BlockContent]:
         chain.append(content)
         content = content.parent
     return chain[::-1]
+
+
+def make_coordinator(
+    groups: Sequence[KVGroup],
+    num_blocks: int = 51,
+    *,
+    longest_chunk: int = 64,
+    enable_caching: bool = True,
+    hash_function: HashFunction = default_hash,
+) -> KVCacheCoordinator:
+    """A coordinator over groups; by default 50 blocks and chunks longer than any sequence of these tests."""
+    return KVCacheCoordinator(
+        num_blocks, groups, longest_chunk=longest_chunk, enable_caching=enable_caching, hash_function=hash_function
+    )
+
+
+def table_ids(request: Request) -> list[list[int]]:
+    """The block ids of all its tables, 0 for null."""
+    return [block_ids(table.blocks) for table in request.tables]
