@@ -185,7 +185,8 @@ class KVCacheCoordinator:
     def allocate_sequence(self, request: Request, reserve: int = 0) -> bool:
         """Give a request without blocks those of its whole known sequence, as many as can be from the cache.
 
-        A table with a window gets what its longest way through the pool takes, so that it need not grow later.
+        The whole, although the next step may compute a part of it only, so that a resumed request is not preempted
+        again before it produced anything. Of a table with a window, that is as many blocks as it ever holds at a time.
 
         Args:
             request: a waiting one.

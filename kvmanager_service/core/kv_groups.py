@@ -81,8 +81,7 @@ class KVGroup(ABC):
     def table_end(self, num_computed: int, num_tokens: int, longest_chunk: int) -> int:
         """Table length that lets num_tokens be reached without more blocks than `most_blocks`.
 
-        A table with a window is as long as the next row can need, not longer: from there on, as many blocks leave it
-        as join it.
+        A table with a window is as long as a row of longest_chunk tokens can need from here, not longer.
         """
         most = self.most_blocks(num_tokens, longest_chunk)
         return min(self.num_blocks_for(num_tokens), self.first_needed_block(num_computed) + most)
