@@ -13,7 +13,6 @@ multiple of all block sizes and never the whole sequence. Source: vLLM's hybrid 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from math import gcd, lcm
 
@@ -27,10 +26,11 @@ from kvmanager_service.core.block_hash import (
     hash_block_tokens,
 )
 from kvmanager_service.core.block_pool import BlockPool
+from kvmanager_service.core.group_adoption import GroupAdoption
 from kvmanager_service.core.kv_cache_manager import KVCacheManager, TaggedBlock
 from kvmanager_service.core.kv_groups import FullAttention, GroupTable, KVGroup
 from kvmanager_service.core.prefix_ledger import PrefixLedger
-from kvmanager_service.core.request import TOKEN_BYTES, Request
+from kvmanager_service.core.request import Request
 
 
 class _GroupHits:
@@ -64,6 +64,7 @@ class KVCacheCoordinator:
     Attributes:
         block_size: tokens that every hit is a multiple of, the least common multiple of the groups' block sizes.
         prefix_size: tokens per prefix, their greatest common divisor.
+        group_keys: by group, the extra key that makes the same tokens in two groups two contents.
 
     Invariants (`check_integrity`):
         No block is in tables of two groups. A table's entries are null before its `first`, and only there; `first` is
@@ -91,7 +92,7 @@ class KVCacheCoordinator:
         self.block_size = lcm(*(group.block_size for group in groups))
         self.prefix_size = gcd(*(group.block_size for group in groups))
         self.ledger = PrefixLedger(self.pool)
-        self._group_keys = [
+        self.group_keys = [
             encode_extra_keys(((KeyDomain.KV_GROUP, index.to_bytes(2, "little")),)) for index in range(len(groups))
         ]
         self._full_groups = [index for index, group in enumerate(groups) if group.reach is None]
@@ -103,14 +104,14 @@ class KVCacheCoordinator:
 
     # --- hits -----------------------------------------------------------------------------------------------------
 
-    def num_computed_tokens(self, request: Request) -> int:
+    def longest_hit(self, request: Request) -> int:
         """The longest cached prefix, in tokens, from which all groups of a request without blocks can go on."""
-        return self._longest_hit(request, self._lookups(request))
+        return self._agree(request, self._lookups(request))
 
     def _lookups(self, request: Request) -> list[_GroupHits]:
         return [_GroupHits(self, request, index) for index in range(len(self.groups))]
 
-    def _longest_hit(self, request: Request, lookups: list[_GroupHits]) -> int:
+    def _agree(self, request: Request, lookups: list[_GroupHits]) -> int:
         if not self.enable_caching:
             return 0
         self._update_prefixes(request)
@@ -138,7 +139,7 @@ class KVCacheCoordinator:
         """What names the content of a table's entry: hash, parent, tokens, extra keys. Its prefix is known."""
         size = self.groups[group_index].block_size
         start, stop = index * size, (index + 1) * size
-        key = self._group_keys[group_index]
+        key = self.group_keys[group_index]
         return (
             hash_block_tokens(self.hash_function, self._prefix_at(request, stop).block_hash, b"", key),
             self._prefix_at(request, start) if start else None,
@@ -198,7 +199,7 @@ class KVCacheCoordinator:
         if not self._may_fit(request, reserve):
             return False
         lookups = self._lookups(request)
-        hit = self._longest_hit(request, lookups)
+        hit = self._agree(request, lookups)
         firsts, hits, num_new = [], [], []
         for group, lookup in zip(self.groups, lookups, strict=True):
             first, stop = group.first_needed_block(hit), hit // group.block_size
@@ -242,7 +243,7 @@ class KVCacheCoordinator:
             stop = at_least * groups[index].block_size
             if stop < request.num_tokens and stop <= len(request.contents) * self.prefix_size:
                 end = self._prefix_at(request, stop).block_hash
-                key = hash_block_tokens(self.hash_function, end, b"", self._group_keys[index])
+                key = hash_block_tokens(self.hash_function, end, b"", self.group_keys[index])
                 if self.pool.may_be_held(key):
                     return True
         return not full
@@ -378,73 +379,14 @@ class KVCacheCoordinator:
         return bool(distrusted and request.contents) and not request.contents[-1].blocks
 
     def adopt(self, tagged: Iterable[TaggedBlock]) -> int:
-        """Take over blocks that an executor still holds; each must hash to what its tag says, in a group that is here.
+        """Take over blocks that an executor still holds; see `group_adoption`. Returns how many.
 
-        The prefix it starts at must be proved by blocks from the first token on, of whichever groups. A prefix is named
-        by its serial: a block's serial is that of the prefix at its end, its parent's that of the one at its start.
-
-        Returns:
-            How many blocks were adopted. The others stay free and empty.
+        The others stay free and empty.
         """
         if not self.enable_caching:
             return 0
-        children: dict[int, list[TaggedBlock]] = {}
-        for tag in tagged:
-            self.pool.next_serial = max(self.pool.next_serial, tag.serial + 1, tag.parent_serial + 1)
-            children.setdefault(tag.parent_serial, []).append(tag)
-        adopted: list[KVCacheBlock] = []
-        # By the position of their end, so that no prefix is gone through before the block is met that names it.
-        pending: list[tuple[int, int, TaggedBlock, BlockContent | None]] = []
-        number = 0
-
-        def follow(position: int, serial: int, prefix: BlockContent | None) -> None:
-            nonlocal number
-            for tag in children.pop(serial, ()):
-                number += 1
-                heapq.heappush(pending, (position + len(tag.token_bytes), number, tag, prefix))
-
-        follow(0, 0, None)
-        while pending:
-            position, _, tag, parent = heapq.heappop(pending)
-            prefix = self._adopt_block(tag, parent)
-            if prefix is not None:
-                adopted.append(self.pool.blocks[tag.block_id])
-                follow(position, tag.serial, prefix)
-        adopted.reverse()
-        self.pool.touch(adopted)
-        self.pool.free_blocks(adopted)
-        return len(adopted)
-
-    def _adopt_block(self, tag: TaggedBlock, parent: BlockContent | None) -> BlockContent | None:
-        """Take over one block. Returns the prefix at its end, None when its tag does not hold."""
-        key_bytes = len(self._group_keys[0])
-        group_key, extra_keys = tag.extra_keys[:key_bytes], tag.extra_keys[key_bytes:]
-        if group_key not in self._group_keys or not 0 < tag.block_id < len(self.pool.blocks) or tag.serial < 1:
-            return None
-        if len(tag.token_bytes) != self.groups[self._group_keys.index(group_key)].block_size * TOKEN_BYTES:
-            return None
-        prefix, size = parent, self.prefix_size * TOKEN_BYTES
-        for start in range(0, len(tag.token_bytes), size):
-            tokens = tag.token_bytes[start : start + size]
-            keys = b"" if start or parent is not None else extra_keys
-            parent_hash = None if prefix is None else prefix.block_hash
-            prefix_hash = hash_block_tokens(self.hash_function, parent_hash, tokens, keys)
-            serial = tag.serial if start + size == len(tag.token_bytes) else 0
-            prefix = self.ledger.extend(prefix, prefix_hash, tokens, keys, serial=serial)
-            if prefix is None:
-                return None
-        assert prefix is not None
-        is_sound = (
-            prefix.serial == tag.serial
-            and hash_block_tokens(self.hash_function, prefix.block_hash, b"", group_key) == tag.block_hash
-            and (parent is None or not extra_keys)
-        )
-        if not is_sound:
-            return None
-        content = self.pool.adopt(
-            tag.block_id, tag.block_hash, parent, tag.token_bytes, tag.extra_keys, serial=tag.serial
-        )
-        return None if content is None else prefix
+        sizes = {key: group.block_size for key, group in zip(self.group_keys, self.groups, strict=True)}
+        return GroupAdoption(self.pool, self.ledger, sizes, self.prefix_size, self.hash_function).adopt(tagged)
 
     # --- checks ---------------------------------------------------------------------------------------------------
 

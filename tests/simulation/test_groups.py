@@ -78,16 +78,16 @@ def hit_needs_its_last_block_only(patch: pytest.MonkeyPatch) -> None:
 
 def groups_do_not_agree(patch: pytest.MonkeyPatch) -> None:
     """The last group's word is taken, and what the others lack is null."""
-    original = KVCacheCoordinator._longest_hit
+    original = KVCacheCoordinator._agree
 
-    def longest_hit(self: KVCacheCoordinator, request: object, lookups: list[object]) -> int:
+    def agree(self: KVCacheCoordinator, request: object, lookups: list[object]) -> int:
         groups, self.groups = self.groups, self.groups[-1:]
         try:
             return original(self, request, lookups[-1:])  # type: ignore[arg-type]
         finally:
             self.groups = groups
 
-    patch.setattr(KVCacheCoordinator, "_longest_hit", longest_hit)
+    patch.setattr(KVCacheCoordinator, "_agree", agree)
 
 
 def groups_share_contents(patch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def groups_share_contents(patch: pytest.MonkeyPatch) -> None:
 
     def init(self: KVCacheCoordinator, *args: object, **values: object) -> None:
         original(self, *args, **values)  # type: ignore[arg-type]
-        self._group_keys = self._group_keys[:1] * len(self.groups)
+        self.group_keys = self.group_keys[:1] * len(self.groups)
 
     patch.setattr(KVCacheCoordinator, "__init__", init)
 

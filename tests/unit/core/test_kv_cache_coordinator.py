@@ -109,16 +109,16 @@ def test_hit_of_a_state_is_its_deepest_checkpoint() -> None:
     assert compute(kv, second) == 16
     assert table_ids(second)[0][:2] == [0, 2], "the checkpoint at 8 is not needed"
     other = make_request("other", [*range(9), 77, 78])
-    assert kv.num_computed_tokens(other) == 8
+    assert kv.longest_hit(other) == 8
 
 
 def test_hit_of_a_state_waits_until_its_step_is_acknowledged() -> None:
     kv = make_coordinator([FullAttention(4), RecurrentState(4)])
     compute(kv, make_request("first", range(8)), step_id=7)
     second = make_request("second", range(12))
-    assert kv.num_computed_tokens(second) == 0
+    assert kv.longest_hit(second) == 0
     kv.pool.commit_step(7)
-    assert kv.num_computed_tokens(second) == 8
+    assert kv.longest_hit(second) == 8
 
 
 def test_hit_needs_no_block_before_the_window() -> None:
@@ -129,7 +129,7 @@ def test_hit_needs_no_block_before_the_window() -> None:
     for block in kv.pool.blocks[1:4]:
         kv.pool._uncache(block)  # as if handed out
     second = make_request("second", range(24))
-    assert kv.num_computed_tokens(second) == 20
+    assert kv.longest_hit(second) == 20
     assert compute(kv, second) == 20
     assert table_ids(second)[0][:5] == [0, 0, 0, 4, 5]
 
@@ -141,24 +141,24 @@ def test_hit_is_what_all_groups_agree_on_and_a_multiple_of_all_blocks() -> None:
     first = make_request("first", range(26))
     compute(kv, first)
     second = make_request("second", range(40))
-    assert kv.num_computed_tokens(second) == 24
+    assert kv.longest_hit(second) == 24
     state_at_24 = first.tables[2].blocks[3]
     kv.pool._uncache(state_at_24)
-    assert kv.num_computed_tokens(second) == 12
+    assert kv.longest_hit(second) == 12
 
 
 def test_hit_never_covers_the_whole_sequence() -> None:
     kv = make_coordinator(FULL_AND_SLIDING)
     compute(kv, make_request("first", range(16)))
-    assert kv.num_computed_tokens(make_request("same", range(16))) == 12
-    assert kv.num_computed_tokens(make_request("longer", range(17))) == 16
+    assert kv.longest_hit(make_request("same", range(16))) == 12
+    assert kv.longest_hit(make_request("longer", range(17))) == 16
 
 
 def test_hit_of_the_same_tokens_with_another_salt_is_none() -> None:
     kv = make_coordinator(FULL_AND_SLIDING)
     compute(kv, make_request("first", range(16), salt="a"))
-    assert kv.num_computed_tokens(make_request("second", range(20), salt="b")) == 0
-    assert kv.num_computed_tokens(make_request("third", range(20), salt="a")) == 16
+    assert kv.longest_hit(make_request("second", range(20), salt="b")) == 0
+    assert kv.longest_hit(make_request("third", range(20), salt="a")) == 16
 
 
 def test_contents_of_two_groups_are_two_contents() -> None:
@@ -191,7 +191,7 @@ def test_allocate_sequence_too_few_blocks_changes_nothing() -> None:
     first = make_request("first", range(20))
     compute(kv, first)
     second = make_request("second", [*range(8), *range(50, 62)])
-    assert kv.num_computed_tokens(second) == 8  # shares 2 + 2: needs 3 + 3 of 4
+    assert kv.longest_hit(second) == 8  # shares 2 + 2: needs 3 + 3 of 4
     before = state_of((kv, second))
     assert not kv.allocate_sequence(second)
     assert state_of((kv, second)) == before
@@ -270,8 +270,8 @@ def test_distrust_forgets_all_groups_and_whoever_computed_from_it() -> None:
     assert not kv.relies_on(stranger, distrusted)
     kv.free(failed)
     kv.free(twin)
-    assert kv.num_computed_tokens(make_request("again", range(24))) == 0
-    assert kv.num_computed_tokens(make_request("like it", range(200, 224))) == 20
+    assert kv.longest_hit(make_request("again", range(24))) == 0
+    assert kv.longest_hit(make_request("like it", range(200, 224))) == 20
 
 
 def test_distrust_of_an_ended_request_forgets_what_its_lost_steps_filled_only() -> None:
@@ -283,7 +283,7 @@ def test_distrust_of_an_ended_request_forgets_what_its_lost_steps_filled_only() 
     kv.cache_blocks(request, 2)
     kv.free(request)
     assert len(kv.distrust(request, 2, with_table=False)) == 4
-    assert kv.num_computed_tokens(make_request("again", range(20))) == 8
+    assert kv.longest_hit(make_request("again", range(20))) == 8
 
 
 def test_lost_step_is_never_a_hit_in_any_group() -> None:
@@ -295,7 +295,7 @@ def test_lost_step_is_never_a_hit_in_any_group() -> None:
     kv.cache_blocks(request, 2)
     assert kv.pool.forget_provisional() == 4
     kv.free(request)
-    assert kv.num_computed_tokens(make_request("again", range(20))) == 8
+    assert kv.longest_hit(make_request("again", range(20))) == 8
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_adopt_gives_a_new_manager_the_same_hits(groups: list[KVGroup]) -> None:
     for root in roots:
         compute(kv, root)
     wanted = [make_request("c", [*range(24), 1], salt="s"), make_request("d", [*range(13), *range(50, 62)], salt="s")]
-    hits = [kv.num_computed_tokens(request) for request in wanted]
+    hits = [kv.longest_hit(request) for request in wanted]
     assert all(hits)
     tags = tags_of(kv)
     again = make_coordinator(groups, 101)
@@ -320,7 +320,7 @@ def test_adopt_gives_a_new_manager_the_same_hits(groups: list[KVGroup]) -> None:
     again.check_integrity([])
     for request in wanted:
         request.block_hashes, request.contents = [], []
-    assert [again.num_computed_tokens(request) for request in wanted] == hits
+    assert [again.longest_hit(request) for request in wanted] == hits
     assert tags_of(again) == tags, "and it would note the same"
 
 
@@ -340,7 +340,7 @@ def test_adopt_full_attention_proves_what_a_window_has_kept() -> None:
     tags = [tag for tag in tags_of(kv) if tag.block_id not in (6, 7, 8)]
     again = make_coordinator(FULL_AND_SLIDING)
     assert again.adopt(tags) == len(tags) == 7
-    assert again.num_computed_tokens(make_request("b", range(24))) == 20
+    assert again.longest_hit(make_request("b", range(24))) == 20
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_ledger_forgets_prefixes_that_nothing_needs() -> None:
         compute(kv, request)
         kv.free(request)
     assert len(kv.ledger) <= 2 * 21 + 5
-    assert kv.num_computed_tokens(make_request("last", range(49_900, 49_925))) == 20
+    assert kv.longest_hit(make_request("last", range(49_900, 49_925))) == 20
 
 
 def test_integrity_block_in_tables_of_two_groups_is_found() -> None:
@@ -432,7 +432,7 @@ def longest_agreed_hit(kv: KVCacheCoordinator, request: Request) -> int:
     cached = cached_prefixes(kv)
     for length in range((request.num_tokens - 1) // kv.block_size * kv.block_size, 0, -kv.block_size):
         if all(
-            (kv._group_keys[index], request.tokens(0, (position // group.block_size + 1) * group.block_size)) in cached
+            (kv.group_keys[index], request.tokens(0, (position // group.block_size + 1) * group.block_size)) in cached
             for index, group in enumerate(kv.groups)
             for position in reads_of(group, length)
         ):
@@ -500,7 +500,7 @@ class NaiveComparison:
         tokens = [(position * (choice % 3 + 1)) // 5 % 2 for position in range(1 + choice % 37)]
         request = make_request(f"r{number}", tokens, arrival_seq=number)
         hit = longest_agreed_hit(self.kv, request)
-        assert self.kv.num_computed_tokens(request) == hit
+        assert self.kv.longest_hit(request) == hit
         before = state_of((self.kv.pool, request))
         if self.kv.allocate_sequence(request):
             assert request.num_computed_tokens == hit
