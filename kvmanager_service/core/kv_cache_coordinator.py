@@ -213,12 +213,10 @@ class KVCacheCoordinator:
             return False
         for blocks in hits:
             self.pool.touch(blocks)
-        for first, blocks, count in zip(firsts, hits, num_new, strict=True):
-            table = GroupTable()
-            table.extend([self.pool.null_block] * first)
+        for group, first, blocks, count in zip(self.groups, firsts, hits, num_new, strict=True):
+            table = GroupTable(group, self.pool.null_block, first)
             table.extend(blocks)
-            table.first = first
-            table.num_cached = len(table.blocks)
+            table.cached_to(len(table.blocks))
             table.extend(self.pool.get_new_blocks(count))
             request.tables.append(table)
         request.num_computed_tokens = hit
@@ -258,6 +256,13 @@ class KVCacheCoordinator:
             False when too few blocks are free; then nothing at all has changed.
         """
         num_computed = request.num_computed_tokens
+        for table in request.tables:
+            if num_tokens > table.room or num_computed >= table.needed_until:
+                return self._move_tables(request, num_tokens)
+        return True
+
+    def _move_tables(self, request: Request, num_tokens: int) -> bool:
+        num_computed = request.num_computed_tokens
         num_new, firsts, leaving = [], [], []
         for group, table in zip(self.groups, request.tables, strict=True):
             end = group.table_end(num_computed, num_tokens, self.longest_chunk)
@@ -272,7 +277,7 @@ class KVCacheCoordinator:
             self.pool.free_blocks(reversed(leaving))
         for table, first, count in zip(request.tables, firsts, num_new, strict=True):
             if first > table.first:
-                table.leave(first, self.pool.null_block)
+                table.leave(first)
             if count:
                 table.extend(self.pool.get_new_blocks(count))
         return True
@@ -290,12 +295,11 @@ class KVCacheCoordinator:
             return
         num_filled = min(request.num_computed_tokens, request.num_tokens)
         for group_index, table in enumerate(request.tables):
-            size = self.groups[group_index].block_size
-            if num_filled // size <= table.num_cached:
+            if num_filled < table.full_at:
                 continue
             self._update_prefixes(request)
-            for index in range(table.num_cached, num_filled // size):
-                table.num_cached = index + 1
+            for index in range(table.num_cached, num_filled // self.groups[group_index].block_size):
+                table.cached_to(index + 1)
                 if index < table.first:
                     continue
                 if not self._cache_block(request, group_index, index, provisional_step):

@@ -27,8 +27,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Final
 
 from kvmanager_service.core.block import KVCacheBlock
+
+NEVER: Final = 1 << 62
+"""More tokens than there are."""
 
 HitLookup = Callable[[int], KVCacheBlock | None]
 """From a table index to a block that is cached for it, None when there is none."""
@@ -63,6 +67,10 @@ class KVGroup(ABC):
     def first_needed_block(self, num_computed: int) -> int:
         """The first table index needed from now on; those before it may be null."""
         return self.first_needed_token(num_computed) // self.block_size
+
+    @abstractmethod
+    def needed_until(self, position: int) -> int:
+        """The smallest num_computed whose token, like all after it, reads nothing before `position`, which is not 0."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Table length for num_tokens tokens, null blocks included."""
@@ -119,6 +127,10 @@ class FullAttention(KVGroup):
         """The first of all."""
         return 0
 
+    def needed_until(self, position: int) -> int:
+        """There is none."""
+        return NEVER
+
     def longest_hit(self, cached: HitLookup, limit: int, alignment: int) -> int:
         """Up to the first miss."""
         for index in range(limit // self.block_size):
@@ -145,6 +157,10 @@ class SlidingWindow(KVGroup):
         """The window's first."""
         return max(0, num_computed - self.window + 1)
 
+    def needed_until(self, position: int) -> int:
+        """Where the window begins at position."""
+        return position + self.window - 1
+
 
 class ChunkedLocal(KVGroup):
     """A token reads its own chunk up to itself; chunks start at the multiples of their size."""
@@ -164,6 +180,10 @@ class ChunkedLocal(KVGroup):
         """The chunk's first: at a chunk's start nothing before is needed."""
         return num_computed - num_computed % self.chunk
 
+    def needed_until(self, position: int) -> int:
+        """The first chunk that begins there or later."""
+        return -(-position // self.chunk) * self.chunk
+
 
 class RecurrentState(KVGroup):
     """A token reads the state after the one before it; block_size is the interval between checkpoints."""
@@ -182,34 +202,69 @@ class RecurrentState(KVGroup):
         """The newest: the state is after it."""
         return max(0, num_computed - 1)
 
+    def needed_until(self, position: int) -> int:
+        """When the state is after the token at position."""
+        return position + 1
+
 
 class GroupTable:
     """One request's block table in one group.
+
+    Args:
+        group: the group.
+        null_block: stands where no block is needed.
+        first: how many entries are null at first.
 
     Attributes:
         blocks: one per block_size tokens; the null block where none is needed any more.
         block_id_bytes: their ids as on the wire, little-endian int32.
         first: index of the first entry that is not null.
         num_cached: entries that have become findable, were hits, or are null.
+        room: tokens that the table is long enough for.
+        needed_until: num_computed from which the first entry is not needed any more.
+        full_at: tokens that fill the first block that is not findable yet.
     """
 
-    __slots__ = ("block_id_bytes", "blocks", "first", "num_cached")
+    __slots__ = (
+        "_block_size",
+        "_group",
+        "_null_block",
+        "block_id_bytes",
+        "blocks",
+        "first",
+        "full_at",
+        "needed_until",
+        "num_cached",
+        "room",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, group: KVGroup, null_block: KVCacheBlock, first: int = 0) -> None:
+        self._group = group
+        self._block_size = group.block_size
+        self._null_block = null_block
         self.blocks: list[KVCacheBlock] = []
         self.block_id_bytes = bytearray()
+        self.extend([null_block] * first)
         self.first = 0
-        self.num_cached = 0
+        self.leave(first)
+        self.cached_to(first)
 
     def extend(self, blocks: list[KVCacheBlock]) -> None:
         """Add entries at the end."""
         self.blocks += blocks
         for block in blocks:
             self.block_id_bytes += block.block_id.to_bytes(4, "little")
+        self.room = len(self.blocks) * self._block_size
 
-    def leave(self, first: int, null_block: KVCacheBlock) -> None:
+    def leave(self, first: int) -> None:
         """Make null all entries before `first`, which is within the table; the caller frees their blocks."""
         for index in range(self.first, first):
-            self.blocks[index] = null_block
-            self.block_id_bytes[index * 4 : index * 4 + 4] = null_block.block_id.to_bytes(4, "little")
+            self.blocks[index] = self._null_block
+            self.block_id_bytes[index * 4 : index * 4 + 4] = self._null_block.block_id.to_bytes(4, "little")
         self.first = first
+        self.needed_until = self._group.needed_until((first + 1) * self._block_size)
+
+    def cached_to(self, num_cached: int) -> None:
+        """The first num_cached entries need not be made findable any more."""
+        self.num_cached = num_cached
+        self.full_at = (num_cached + 1) * self._block_size

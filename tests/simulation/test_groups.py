@@ -101,7 +101,7 @@ def groups_share_contents(patch: pytest.MonkeyPatch) -> None:
 
 
 def table_keeps_what_it_gave_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GroupTable, "leave", lambda self, first, null_block: setattr(self, "first", first))
+    patch.setattr(GroupTable, "leave", lambda self, first: setattr(self, "first", first))
 
 
 def nobody_relies_on_what_failed(patch: pytest.MonkeyPatch) -> None:

@@ -393,7 +393,7 @@ def test_integrity_window_that_lacks_what_the_next_token_reads_is_found() -> Non
     request = make_request(prompt=20)
     compute(kv, request)
     kv.pool.free_blocks(request.tables[1].blocks[3:4])
-    request.tables[1].leave(4, kv.pool.null_block)
+    request.tables[1].leave(4)
     with pytest.raises(AssertionError, match="group 1 lacks what the next token reads"):
         kv.check_integrity([request])
 

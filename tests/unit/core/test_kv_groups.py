@@ -133,9 +133,25 @@ def test_group_size_out_of_range_raises(make: object, message: str) -> None:
 
 
 def test_group_table_leave_makes_null_what_is_behind() -> None:
-    table = GroupTable()
+    table = GroupTable(SLIDING, KVCacheBlock(0))
     table.extend([KVCacheBlock(5), KVCacheBlock(6), KVCacheBlock(7)])
-    table.leave(2, KVCacheBlock(0))
+    table.leave(2)
     assert [block.block_id for block in table.blocks] == [0, 0, 7]
     assert table.block_id_bytes == b"".join(block_id.to_bytes(4, "little") for block_id in (0, 0, 7))
     assert table.first == 2
+
+
+@pytest.mark.parametrize("group", [SLIDING, CHUNKED, STATE, SlidingWindow(3, 1), ChunkedLocal(3, 10)])
+def test_group_needed_until_is_where_the_next_entry_becomes_the_first_needed(group: KVGroup) -> None:
+    for index in range(10):
+        until = group.needed_until((index + 1) * group.block_size)
+        assert group.first_needed_block(until) > index >= group.first_needed_block(until - 1)
+
+
+def test_group_table_says_when_it_must_change() -> None:
+    """Blocks of 4, window 8, entries 0 and 1 null: entry 2 ends at 12 and is read up to token 18."""
+    table = GroupTable(SLIDING, KVCacheBlock(0), 2)
+    table.extend([KVCacheBlock(1), KVCacheBlock(2)])
+    assert (table.room, table.needed_until, table.full_at) == (16, 19, 12)
+    assert (SLIDING.first_needed_block(18), SLIDING.first_needed_block(19)) == (2, 3)
+    assert GroupTable(FULL, KVCacheBlock(0)).needed_until > 1_000_000_000
