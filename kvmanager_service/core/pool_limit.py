@@ -34,11 +34,11 @@ def has_outgrown(kv: KVCache, request: Request) -> bool:
 def outgrown_error(kv: KVCache, request: Request) -> PoolExhaustedError:
     """What ends a request that needs more than the whole pool."""
     pool_tokens = _longest_fit(kv, request)
+    num_blocks = kv.pool.num_usable_blocks
     return PoolExhaustedError(
         "POOL_EXHAUSTED",
-        f"expected a sequence of at most {pool_tokens} tokens ({kv.pool.num_usable_blocks} blocks), got one that needs "
-        f"token {pool_tokens + 1} after {request.num_output_tokens} output tokens; lower max_tokens, or give the "
-        "executor more memory for KV",
+        f"expected a sequence of at most {pool_tokens} tokens ({num_blocks} blocks), got one that needs more after "
+        f"{request.num_output_tokens} output tokens; lower max_tokens, or give the executor more memory for KV",
         pool_tokens=pool_tokens,
         num_output_tokens=request.num_output_tokens,
     )

@@ -9,15 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmanager_service.core.block_tag import decode_tag, encode_tag
+from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator, make_kv_cache
 from kvmanager_service.core.kv_cache_manager import KVCacheManager, TaggedBlock
 from kvmanager_service.core.kv_groups import ChunkedLocal, FullAttention, KVGroup, RecurrentState, SlidingWindow
-from kvmanager_service.core.request import Request
+from kvmanager_service.core.request import FinishReason, Request
 from tests.unit.core.builders import (
     chain_of,
     free_ids,
     make_coordinator,
+    make_new,
     make_request,
+    make_scheduler,
+    rows_of,
+    run_step,
     state_of,
     table_ids,
     token_bytes,
@@ -396,6 +401,28 @@ def test_integrity_window_that_lacks_what_the_next_token_reads_is_found() -> Non
     request.tables[1].leave(4)
     with pytest.raises(AssertionError, match="group 1 lacks what the next token reads"):
         kv.check_integrity([request])
+
+
+def test_scheduler_on_groups_refuses_what_can_never_fit_and_ends_what_outgrows_the_pool() -> None:
+    """11 blocks: of 24 tokens full attention takes 6 and the window 5 at most, while a prompt is computed.
+
+    One token after the other the window takes 3 only, so what runs may go on to 32 tokens.
+    """
+    kv = make_coordinator(FULL_AND_SLIDING, num_blocks=12, longest_chunk=8)
+    scheduler = make_scheduler(kv, max_num_batched_tokens=8)
+    with pytest.raises(InvalidRequestError, match=r"prompt of at most 23 tokens, .* got 24"):
+        scheduler.add_request(make_new("too long", 24))
+    fits = scheduler.add_request(make_new("fits", 23, max_tokens=10))
+    while scheduler.has_work:
+        run_step(scheduler)
+    assert fits.finish_reason is FinishReason.LENGTH
+    outgrows = scheduler.add_request(make_new("outgrows", 23, max_tokens=11))
+    while outgrows.num_tokens < 33:
+        run_step(scheduler)
+    assert rows_of(scheduler.schedule()) == {}, "tags only"
+    error = scheduler.take_outputs()[-1].error
+    assert "at most 24 tokens (11 blocks), got one that needs more after 10 output tokens" in str(error)
+    assert kv.pool.num_free_blocks == 11
 
 
 # --- whatever hypothesis finds ---------------------------------------------------------------------------------------
