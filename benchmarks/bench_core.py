@@ -22,7 +22,9 @@ from kvmanager_service.core.block import KVCacheBlock
 from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import default_hash, hash_block_tokens
 from kvmanager_service.core.block_pool import BlockPool
+from kvmanager_service.core.kv_cache_coordinator import make_kv_cache
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.kv_groups import FullAttention, KVGroup, SlidingWindow
 from kvmanager_service.core.request import NewRequest, Request, StopRules
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
@@ -179,6 +181,33 @@ def decoding(rounds: int, rows: int) -> list[Figure]:
     ]
 
 
+def decoding_groups(rounds: int, rows: int, num_sliding: int) -> list[Figure]:
+    """schedule() + update() as in `decoding`, of a model with full attention and sliding windows."""
+    rng, steps, prompt_len = random.Random(0), 100, 256
+    groups: list[KVGroup] = [FullAttention(BLOCK_SIZE)]
+    groups += [SlidingWindow(BLOCK_SIZE, 64) for _ in range(num_sliding)]
+    num_blocks = rows * (prompt_len // BLOCK_SIZE * len(groups) + (rounds + 1) * steps // BLOCK_SIZE + 4)
+    kv = make_kv_cache(num_blocks, groups, longest_chunk=prompt_len)
+    config = SchedulerConfig(max_num_seqs=rows, max_waiting=rows, max_num_batched_tokens=rows * prompt_len)
+    scheduler = Scheduler(config, kv)
+    for index in range(rows):
+        scheduler.add_request(new_request(f"r{index}", prompt_len, 1 << 20, rng))
+    outstanding = scheduler.schedule()
+    assert outstanding is not None
+    figures = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(steps):
+            following = scheduler.schedule()
+            assert following is not None
+            scheduler.update(result_of(outstanding))
+            scheduler.take_outputs()
+            outstanding = following
+        figures.append((time.perf_counter() - start) / steps * 1e6)
+    assert len(scheduler.running) == rows
+    return [(f"schedule + update, {rows} decoding, 1 + {num_sliding} groups", "us", figures)]
+
+
 def blocked_head(rounds: int, num_blocks: int) -> list[Figure]:
     """schedule() with one request decoding and one waiting, that finds its prefix of num_blocks cached, and no room."""
     rng, steps = random.Random(0), 100
@@ -221,6 +250,8 @@ def main() -> None:
     figures += blocked_head(arguments.rounds, 2048)
     for rows in (16, 64, 256, 1024):
         figures += decoding(arguments.rounds, rows)
+    for num_sliding in (1, 6):
+        figures += decoding_groups(arguments.rounds, 256, num_sliding)
     if arguments.json:
         print(json.dumps({name: {"unit": unit, "median": statistics.median(values)} for name, unit, values in figures}))
         return

@@ -34,6 +34,7 @@ class KeyDomain(enum.IntEnum):
     LORA_REVISION = 4
     MULTIMODAL_ITEM = 5
     PROMPT_EMBEDDING = 6
+    KV_GROUP = 7
 
 
 def encode_extra_keys(keys: Iterable[tuple[KeyDomain, bytes]]) -> bytes:

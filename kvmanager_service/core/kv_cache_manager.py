@@ -223,6 +223,10 @@ class KVCacheManager:
             request.is_cacheable = False
         return self.pool.distrust(blocks)
 
+    def relies_on(self, request: Request, distrusted: set[KVCacheBlock]) -> bool:
+        """Whether a running request holds what `distrust` returned."""
+        return not distrusted.isdisjoint(request.blocks)
+
     def frees_a_block(self, request: Request) -> bool:
         """Whether `free` would put at least one block back into the free queue."""
         return any(block.ref_cnt == 1 for block in reversed(request.blocks))

@@ -6,16 +6,17 @@ concern: what is too long here would wait for ever.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from kvmanager_service.core.errors import InvalidRequestError, PoolExhaustedError
-from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.kv_cache_coordinator import KVCache
 from kvmanager_service.core.request import Request
 
 
-def require_fit(kv: KVCacheManager, request: Request) -> None:
+def require_fit(kv: KVCache, request: Request) -> None:
     """Raise InvalidRequestError when a new request's known sequence and one more token can never fit the pool."""
-    usable = kv.pool.num_usable_blocks
-    if kv.num_blocks_for(request.num_tokens + 1) > usable:
-        pool_tokens = usable * kv.block_size
+    if kv.num_blocks_for(request.num_tokens + 1) > kv.pool.num_usable_blocks:
+        pool_tokens = _longest_fit(kv, request)
         raise InvalidRequestError(
             "PROMPT_TOO_LONG",
             f"expected a prompt of at most {pool_tokens - 1} tokens, so that it and one more fit the KV pool, got "
@@ -25,20 +26,24 @@ def require_fit(kv: KVCacheManager, request: Request) -> None:
         )
 
 
-def has_outgrown(kv: KVCacheManager, request: Request) -> bool:
+def has_outgrown(kv: KVCache, request: Request) -> bool:
     """Whether not even the known sequence fits the pool. One that just fits can still produce its last token."""
     return kv.num_blocks_for(request.num_tokens) > kv.pool.num_usable_blocks
 
 
-def outgrown_error(kv: KVCacheManager, request: Request) -> PoolExhaustedError:
+def outgrown_error(kv: KVCache, request: Request) -> PoolExhaustedError:
     """What ends a request that needs more than the whole pool."""
-    usable = kv.pool.num_usable_blocks
-    pool_tokens = usable * kv.block_size
+    pool_tokens = _longest_fit(kv, request)
+    num_blocks = kv.pool.num_usable_blocks
     return PoolExhaustedError(
         "POOL_EXHAUSTED",
-        f"expected a sequence of at most {pool_tokens} tokens ({usable} blocks of {kv.block_size}), got one that needs "
-        f"token {pool_tokens + 1} after {request.num_output_tokens} output tokens; lower max_tokens, or give the "
-        "executor more memory for KV",
+        f"expected a sequence of at most {pool_tokens} tokens ({num_blocks} blocks), got one that needs more after "
+        f"{request.num_output_tokens} output tokens; lower max_tokens, or give the executor more memory for KV",
         pool_tokens=pool_tokens,
         num_output_tokens=request.num_output_tokens,
     )
+
+
+def _longest_fit(kv: KVCache, request: Request) -> int:
+    """Tokens of the longest sequence that fits the pool; this request is, or is about to be, longer than that."""
+    return bisect_right(range(request.num_tokens + 2), kv.pool.num_usable_blocks, key=kv.num_blocks_for) - 1

@@ -13,6 +13,7 @@ from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_hash import BlockHash
 from kvmanager_service.core.errors import CoreError
 from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan, SpanKeys, request_keys
+from kvmanager_service.core.kv_groups import GroupTable
 
 TOKEN_BYTES = 4
 """Bytes of one token id in `Request.token_bytes`: little-endian int32, as on the wire."""
@@ -172,6 +173,8 @@ class Request:
         extra_keys: what of the request as a whole decides its K/V; keys of its first block.
         spans: what stands behind its tokens; None for nothing.
         contents: verified contents of the table's first blocks, those that are cached.
+        tables: one block table per KV group where there are several; then blocks and block_id_bytes stay empty, and
+            block_hashes and contents are of its prefixes, see `KVCacheCoordinator`.
         is_cacheable: False once a hash collision kept a block out of the cache; its successors have no verified parent.
         incarnation: grows at each preemption, so that a late result of an earlier life is told apart.
         last_step_id: the newest step that has a row of this request.
@@ -216,6 +219,7 @@ class Request:
         "spans",
         "status",
         "stop_token_ids",
+        "tables",
         "tenant",
         "token_bytes",
         "was_admitted",
@@ -250,6 +254,7 @@ class Request:
         self.block_hashes: list[BlockHash] = []
         self.contents: list[BlockContent] = []
         self.is_cacheable = True
+        self.tables: list[GroupTable] = []
 
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None

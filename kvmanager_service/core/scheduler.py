@@ -22,7 +22,7 @@ from collections import deque
 from typing import Final
 
 from kvmanager_service.core.errors import CoreError, PoolInUseError
-from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.kv_cache_coordinator import KVCache
 from kvmanager_service.core.pool_limit import has_outgrown, outgrown_error, require_fit
 from kvmanager_service.core.request import (
     TOKEN_BYTES,
@@ -55,7 +55,7 @@ class Scheduler:
         are out, `schedule` returns a step or ends a request with an error.
     """
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVCache) -> None:
         self.config = config
         self.kv = kv
         self.stats = SchedulerStats()
@@ -276,7 +276,7 @@ class Scheduler:
         distrusted = self.kv.distrust(request, step_id, with_table=is_current)
         self._tags.forgotten(distrusted)
         for other in reversed(list(self.running.values())):
-            if not (is_current and other is request) and not distrusted.isdisjoint(other.blocks):
+            if not (is_current and other is request) and self.kv.relies_on(other, distrusted):
                 self._preempt(other)
                 self.stats.reschedules += 1
 
@@ -316,7 +316,7 @@ class Scheduler:
         for request, error in self._suspects.blame(lost[0].rows if lost else []):
             self._finish(request, FinishReason.ERROR, error=error)
 
-    def replace_cache(self, kv: KVCacheManager) -> None:
+    def replace_cache(self, kv: KVCache) -> None:
         """The executor's cache is gone or another one: schedule everything anew on `kv`, end what can never fit it."""
         self.lose_steps()
         self.stats.blocks_evicted += self.kv.pool.num_evictions
@@ -324,6 +324,7 @@ class Scheduler:
         self._tags = TagOutbox(kv.pool)
         for request in list(self.requests.values()):
             request.block_hashes = []
+            request.contents = []
             if has_outgrown(kv, request):
                 self._fail_outgrown(request)
 

@@ -9,7 +9,7 @@ its tokens count as computed.
 
 from __future__ import annotations
 
-from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.kv_cache_coordinator import KVCache
 from kvmanager_service.core.request import Request
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import ScheduledRow, Step
@@ -29,7 +29,7 @@ class StepPlan:
         budget: tokens that may still be added.
     """
 
-    def __init__(self, step_id: int, previous: Step | None, kv: KVCacheManager, config: SchedulerConfig) -> None:
+    def __init__(self, step_id: int, previous: Step | None, kv: KVCache, config: SchedulerConfig) -> None:
         self.step_id = step_id
         self.rows: list[ScheduledRow] = []
         self.budget = config.max_num_batched_tokens

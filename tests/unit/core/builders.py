@@ -11,7 +11,9 @@ from kvmanager_service.core.block_hash import HashFunction, default_hash
 from kvmanager_service.core.block_history import BlockHistory
 from kvmanager_service.core.errors import RowFailedError
 from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan
+from kvmanager_service.core.kv_cache_coordinator import KVCache, KVCacheCoordinator
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.kv_groups import KVGroup
 from kvmanager_service.core.request import NewRequest, Request, RequestOutput, SamplingParams, StopRules, TokenLogprobs
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
@@ -93,7 +95,7 @@ def make_kv(
     )
 
 
-def make_scheduler(kv: KVCacheManager | None = None, **limits: Any) -> Scheduler:
+def make_scheduler(kv: KVCache | None = None, **limits: Any) -> Scheduler:
     """A scheduler; without limits given, one step at a time and no watermark."""
     return Scheduler(SchedulerConfig(**({"max_outstanding": 1, "watermark": 0.0} | limits)), kv or make_kv())
 
@@ -150,7 +152,7 @@ def block_ids(blocks: Iterable[KVCacheBlock]) -> list[int]:
     return [block.block_id for block in blocks]
 
 
-def free_ids(kv: KVCacheManager) -> list[int]:
+def free_ids(kv: KVCache) -> list[int]:
     """The free queue from head to tail."""
     return block_ids(kv.pool.free_block_queue)
 
@@ -204,3 +206,22 @@ def chain_of(content: BlockContent | None) -> list[BlockContent]:
         chain.append(content)
         content = content.parent
     return chain[::-1]
+
+
+def make_coordinator(
+    groups: Sequence[KVGroup],
+    num_blocks: int = 51,
+    *,
+    longest_chunk: int = 64,
+    enable_caching: bool = True,
+    hash_function: HashFunction = default_hash,
+) -> KVCacheCoordinator:
+    """A coordinator over groups; by default 50 blocks and chunks longer than any sequence of these tests."""
+    return KVCacheCoordinator(
+        num_blocks, groups, longest_chunk=longest_chunk, enable_caching=enable_caching, hash_function=hash_function
+    )
+
+
+def table_ids(request: Request) -> list[list[int]]:
+    """The block ids of all its tables, 0 for null."""
+    return [block_ids(table.blocks) for table in request.tables]

@@ -152,7 +152,7 @@ def test_schedule_lone_request_that_outgrows_the_pool_ends_with_an_error() -> No
     assert output.finish_reason is FinishReason.ERROR
     assert isinstance(output.error, PoolExhaustedError)
     assert output.error.metadata == {"pool_tokens": "12", "num_output_tokens": "5"}
-    assert "12 tokens (3 blocks of 4)" in str(output.error)
+    assert "12 tokens (3 blocks)" in str(output.error)
     assert tokens == [50, 51, 52, 53, 54]
     assert scheduler.kv.pool.num_free_blocks == 3
 
