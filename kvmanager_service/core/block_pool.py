@@ -156,7 +156,10 @@ class BlockPool:
         block.provisional_step = provisional_step
         self.num_cached_blocks += 1
         if provisional_step:
-            self._provisional.setdefault(provisional_step, []).append((block, content, owner))
+            filled = self._provisional.get(provisional_step)
+            if filled is None:
+                filled = self._provisional[provisional_step] = []
+            filled.append((block, content, owner))
         return content
 
     def commit_step(self, step_id: int) -> list[KVCacheBlock]:
