@@ -267,10 +267,6 @@ class Request:
         self.token_bytes = bytearray()
         self.block_hashes = []
 
-    def tokens(self, start: int, stop: int) -> bytes:
-        """Known tokens [start, stop) as little-endian int32 bytes."""
-        return bytes(self.token_bytes[start * TOKEN_BYTES : stop * TOKEN_BYTES])
-
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {self.status.value}, tokens={self.num_tokens}+{self.num_pending_tokens}, "
