@@ -53,6 +53,13 @@ test-compiled: $(COMPILED)/.built ## run the core's tests and simulation on the 
 soak: $(INSTALLED) ## run the tests that take minutes
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
+# How long, and the first seed; without one, a random one.
+SECONDS ?= 60
+SEED ?=
+.PHONY: simulate
+simulate: $(INSTALLED) ## run the fault simulation for SECONDS=60 from SEED= on; a failure prints its shortest schedule
+	$(BIN)/python -m tests.simulation.simulate --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
 .PHONY: check
 check: lint proto-check demo test-compiled test ## lint, contract, demo and tests: what CI runs
 

@@ -9,7 +9,9 @@ import sys
 
 def main() -> int:
     """Run them; the model's one only where a model is named."""
-    names = ["bench_core", "bench_split"] + (["bench_serve"] if os.environ.get("KVPLANE_TEST_MODEL") else [])
+    names = ["bench_core", "bench_scale", "bench_peer", "bench_split"]
+    if os.environ.get("KVPLANE_TEST_MODEL"):
+        names.append("bench_serve")
     for name in names:
         print(f"== {name}", flush=True)
         status = subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=False).returncode

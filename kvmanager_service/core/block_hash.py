@@ -49,9 +49,8 @@ def encode_extra_keys(keys: Iterable[tuple[KeyDomain, bytes]]) -> bytes:
     return b"".join(bytes((domain,)) + len(value).to_bytes(4, "little") + value for domain, value in keys)
 
 
-def default_hash(data: bytes) -> BlockHash:
-    """xxh3, 128 bits. Source: the xxHash project."""
-    return xxhash.xxh3_128_digest(data)
+default_hash: HashFunction = xxhash.xxh3_128_digest
+"""xxh3, 128 bits. Source: the xxHash project."""
 
 
 def hash_block_tokens(

@@ -184,7 +184,10 @@ class BlockPool:
             moment = BlockMoment.HASHED if provisional_step else BlockMoment.ADOPTED
             self.history.note(block.block_id, moment, step_id=provisional_step, block_hash=block_hash)
         if provisional_step:
-            self._provisional.setdefault(provisional_step, []).append((block, content, owner))
+            filled = self._provisional.get(provisional_step)
+            if filled is None:
+                filled = self._provisional[provisional_step] = []
+            filled.append((block, content, owner))
         elif self._events is not None:
             self._events.stored(block.block_id, content)
         return content

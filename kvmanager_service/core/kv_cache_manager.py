@@ -6,6 +6,7 @@ its tokens [i * block_size, (i + 1) * block_size).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -63,6 +64,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_caching = enable_caching
         self.hash_function = hash_function
+        self._block_bytes = block_size * TOKEN_BYTES
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that num_tokens tokens take: ceil(num_tokens / block_size)."""
@@ -82,17 +84,18 @@ class KVCacheManager:
         self._update_hashes(request)
         hits: list[KVCacheBlock] = []
         parent: BlockContent | None = None
-        size = self.block_size
-        extra_keys = request.keys_of_block(0, size)
+        extra_keys = request.keys_of_block(0, self.block_size)
+        length = self._block_bytes
+        tokens = bytes(request.token_bytes)
         for index in range(self._max_hits(request)):
             block = self.pool.get_cached_block(
-                request.block_hashes[index], parent, request.tokens(index * size, (index + 1) * size), extra_keys
+                request.block_hashes[index], parent, tokens[index * length : (index + 1) * length], extra_keys
             )
             if block is None:
                 break
             hits.append(block)
             parent = block.content
-            extra_keys = b"" if request.spans is None else request.keys_of_block(index + 1, size)
+            extra_keys = b"" if request.spans is None else request.keys_of_block(index + 1, self.block_size)
         return hits
 
     def allocate_slots(
@@ -174,25 +177,33 @@ class KVCacheManager:
         """
         if not self.enable_caching or not request.is_cacheable:
             return
-        size = self.block_size
-        num_full = min(request.num_computed_tokens, request.num_tokens) // size
-        if num_full <= len(request.contents):
+        contents = request.contents
+        num_cached = len(contents)
+        num_full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
+        if num_full <= num_cached:
             return
         self._update_hashes(request)
-        for index in range(len(request.contents), num_full):
+        parent = contents[-1] if contents else None
+        size, length = self.block_size, self._block_bytes
+        extra_keys = request.keys_of_block(num_cached, size)
+        tokens = bytes(request.token_bytes[num_cached * length : num_full * length])
+        for index in range(num_cached, num_full):
+            start = (index - num_cached) * length
             content = self.pool.cache_full_block(
                 request.blocks[index],
                 request.block_hashes[index],
-                request.contents[-1] if index else None,
-                request.tokens(index * size, (index + 1) * size),
-                b"" if index and request.spans is None else request.keys_of_block(index, size),
+                parent,
+                tokens[start : start + length],
+                extra_keys,
                 provisional_step=provisional_step,
                 owner=request.arrival_seq,
             )
             if content is None:
                 request.is_cacheable = False
                 return
-            request.contents.append(content)
+            contents.append(content)
+            parent = content
+            extra_keys = b"" if request.spans is None else request.keys_of_block(index + 1, size)
 
     def free(self, request: Request) -> None:
         """Take all blocks back, the deepest first, so that the deepest part of a prefix is evicted first."""
@@ -273,12 +284,15 @@ class KVCacheManager:
 
     def _update_hashes(self, request: Request) -> None:
         hashes = request.block_hashes
-        size = self.block_size
-        for index in range(len(hashes), request.num_tokens // size):
-            parent_hash = hashes[index - 1] if index else None
-            tokens = request.tokens(index * size, (index + 1) * size)
-            keys = b"" if index and request.spans is None else request.keys_of_block(index, size)
-            hashes.append(hash_block_tokens(self.hash_function, parent_hash, tokens, keys))
+        size, length = self.block_size, self._block_bytes
+        first = len(hashes)
+        tokens = bytes(request.token_bytes[first * length : request.num_tokens // size * length])
+        parent_hash = hashes[-1] if hashes else None
+        extra_keys = request.keys_of_block(first, size)
+        for start in range(0, len(tokens), length):
+            parent_hash = hash_block_tokens(self.hash_function, parent_hash, tokens[start : start + length], extra_keys)
+            hashes.append(parent_hash)
+            extra_keys = b"" if request.spans is None else request.keys_of_block(len(hashes), size)
 
     def _note(self, request: Request, blocks: list[KVCacheBlock], moment: BlockMoment) -> None:
         """Tell the history what a request did with blocks, if there is one."""
@@ -290,8 +304,10 @@ class KVCacheManager:
     @staticmethod
     def _extend_table(request: Request, blocks: list[KVCacheBlock]) -> None:
         request.blocks += blocks
-        for block in blocks:
-            request.block_id_bytes += block.block_id.to_bytes(4, "little")
+        if len(blocks) == 1:
+            request.block_id_bytes += blocks[0].block_id.to_bytes(4, "little")
+        else:
+            request.block_id_bytes += array("i", [block.block_id for block in blocks]).tobytes()
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Check the pool against the tables of all requests that hold blocks. Raises AssertionError."""

@@ -1,13 +1,15 @@
 """One seed, one life: random requests over a random small pool, with faults at random, and everything checked.
 
-Used by `test_faults` (every seed must live) and by `test_mutations` (with a core broken on purpose, none should).
+Used by `test_faults` (every seed must live), by `test_mutations` (with a core broken on purpose, none should) and by
+`simulate` (as many seeds as there is time for). What happens in a life is noted as a schedule of operations, which can
+be replayed, whole or in part: `shrink` takes away what a failure does not need.
 """
 
 from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +36,11 @@ from kvmanager_service.core.suspects import MAX_FAILED_STEPS
 from kvmanager_service.step_message import read_execute_response
 from tests.simulation.harness import VOCAB_SIZE, Produced, World
 from tests.unit.core.builders import chain_of, state_of, token_bytes
+
+Operation = tuple[str, tuple[Any, ...]]
+"""What happened, by the name of the `_do_` method, and its arguments: names and numbers only."""
+
+MAX_TURNS_WITHOUT_PROGRESS = 500
 
 
 def one_byte_hash(data: bytes) -> bytes:
@@ -123,7 +130,9 @@ class Chaos:
         self.losses = 0
         self.counts = Counts()
         self.stories: dict[str, Story] = {}
+        self.operations: list[Operation] = []
         self.pending = self._draw_requests(rng.randint(5, 40) if num_requests is None else num_requests)
+        self.drawn = {story.new.request_id: story for story in self.pending}
         # Each life has its own mixture of faults; most have some kinds only.
         self.fault_rates: list[tuple[Callable[[], None], float]] = []
         if faults:
@@ -223,9 +232,11 @@ class Chaos:
             spans.append(PromptSpan(domain, bytes(15) + bytes((self.more.randrange(2),)), offset, length))
             position = offset + length
 
-    def _add(self, story: Story) -> None:
+    def _do_add(self, request_id: str) -> None:
         scheduler = self.world.scheduler
-        request_id = story.new.request_id
+        if request_id in self.stories:
+            return
+        story = self.drawn[request_id]
         too_long = -(-(len(story.prompt) + 1) // self.world.block_size) > self.world.num_blocks - 1
         try:
             scheduler.add_request(story.new)
@@ -247,17 +258,29 @@ class Chaos:
 
     def _abort(self) -> None:
         if request_id := self._any_request():
+            self._perform("abort", request_id)
+
+    def _do_abort(self, request_id: str) -> None:
+        if request_id in self.world.scheduler.requests:
             self.world.scheduler.abort(request_id)
             self.world.publish()
             assert self.world.produced[request_id].finish_reason is FinishReason.ABORT
 
     def _fail(self) -> None:
         if request_id := self._any_request():
+            self._perform("fail", request_id)
+
+    def _do_fail(self, request_id: str) -> None:
+        if request_id in self.world.scheduler.requests:
             self.world.scheduler.fail(request_id, CoreError("UNAVAILABLE", "as the simulation wants"))
             self.world.publish()
 
     def _finish_by_stop_string(self) -> None:
         if request_id := self._any_request():
+            self._perform("finish_by_stop_string", request_id)
+
+    def _do_finish_by_stop_string(self, request_id: str) -> None:
+        if request_id in self.world.scheduler.requests:
             self.world.scheduler.finish(request_id)
             self.world.publish()
             produced = self.world.produced[request_id]
@@ -267,25 +290,36 @@ class Chaos:
             self.stories[request_id].reason = FinishReason.STOP
 
     def _lose_stream(self) -> None:
-        world = self.world
-        if world.executor.queue and self.rng.random() < 0.5:
-            world.executor.compute()  # it was computed, and nobody heard of it
+        self._perform("lose_stream", bool(self.world.executor.queue) and self.rng.random() < 0.5)
+
+    def _do_lose_stream(self, was_computed: bool) -> None:
+        if was_computed and self.world.executor.queue:
+            self.world.executor.compute()  # and nobody heard of it
         self.losses += 1
-        world.lose_stream()
+        self.world.lose_stream()
 
     def _replace_executor(self) -> None:
         num_blocks = self.rng.choice((self.num_blocks, self.num_blocks, self.rng.randint(3, self.num_blocks)))
         block_size = self.rng.choice((self.block_size, self.block_size, self.rng.randint(1, 16)))
+        self._perform("replace_executor", num_blocks, block_size)
+
+    def _do_replace_executor(self, num_blocks: int, block_size: int) -> None:
         self.losses += 1
         self.world.replace_executor(num_blocks, block_size)
         self.was_replaced = True
         self.smallest_pool = min(self.smallest_pool, self.pool_tokens)
 
     def _adopt_cache(self) -> None:
+        self._perform("adopt_cache")
+
+    def _do_adopt_cache(self) -> None:
         self.losses += 1
         self.world.adopt_cache()
 
     def _reset_prefix_cache(self) -> None:
+        self._perform("reset_prefix_cache")
+
+    def _do_reset_prefix_cache(self) -> None:
         scheduler = self.world.scheduler
         before = state_of(scheduler)
         try:
@@ -299,18 +333,26 @@ class Chaos:
 
     def _fail_row(self) -> None:
         if self.world.scheduler.outstanding:
+            num_rows = len(self.world.scheduler.outstanding[0].rows)
+            self._perform("fail_row", *self.rng.sample(range(num_rows), min(num_rows, self.rng.choice((1, 1, 2)))))
+
+    def _do_fail_row(self, *failed: int) -> None:
+        if self.world.scheduler.outstanding:
             rows = self.world.scheduler.outstanding[0].rows
-            failed = self.rng.sample(range(len(rows)), min(len(rows), self.rng.choice((1, 1, 2))))
-            self.world.executor.backend.rows_to_fail = failed
-            for index in failed:
+            self.world.executor.backend.rows_to_fail = [index for index in failed if index < len(rows)]
+            for index in self.world.executor.backend.rows_to_fail:
                 self.stories[rows[index].request.request_id].row_failures += 1
 
     def _send_bad_result(self) -> None:
-        scheduler, executor = self.world.scheduler, self.world.executor
+        if self.world.scheduler.outstanding:
+            self._perform("send_bad_result", self.rng.getrandbits(32), self.rng.random() < 0.5)
+
+    def _do_send_bad_result(self, damage_seed: int, was_computed: bool) -> None:
+        scheduler = self.world.scheduler
         if not scheduler.outstanding:
             return
-        response = executor.compute()
-        damage(response, self.rng)
+        response = self.world.executor.compute()
+        damage(response, random.Random(damage_seed))
         before = state_of(scheduler)
         try:
             scheduler.update(read_execute_response(response))
@@ -318,11 +360,15 @@ class Chaos:
             assert state_of(scheduler) == before
         else:
             raise AssertionError(f"a bad result was taken: {response}")
-        self._lose_stream()
+        self._do_lose_stream(was_computed)
 
     def _add_duplicate(self) -> None:
         if request_id := self._any_request():
-            scheduler = self.world.scheduler
+            self._perform("add_duplicate", request_id)
+
+    def _do_add_duplicate(self, request_id: str) -> None:
+        scheduler = self.world.scheduler
+        if request_id in scheduler.requests:
             before = state_of(scheduler)
             try:
                 scheduler.add_request(self.stories[request_id].new)
@@ -330,6 +376,22 @@ class Chaos:
                 assert state_of(scheduler) == before
             else:
                 raise AssertionError(f"{request_id} was accepted twice")
+
+    def _do_schedule(self) -> None:
+        scheduler = self.world.scheduler
+        self.world.schedule()
+        self.check()
+        assert scheduler.outstanding or not scheduler.has_work, "work waits and nothing will ever wake it"
+
+    def _do_complete(self) -> None:
+        if self.world.scheduler.outstanding:
+            self.world.complete()
+            self.check()
+
+    def _perform(self, name: str, *arguments: Any) -> None:
+        """Do something, and note it."""
+        self.operations.append((name, arguments))
+        getattr(self, f"_do_{name}")(*arguments)
 
     def _maybe_fault(self, share: float) -> None:
         for fault, rate in self.fault_rates:
@@ -348,8 +410,25 @@ class Chaos:
             raise AssertionError(f"seed {self.seed}: {type(error).__name__}: {error}") from error
         return self.counts
 
+    def replay(self, operations: Iterable[Operation]) -> None:
+        """Do what another life of this seed noted, or a part of that, then only work until all has ended.
+
+        What can not be done (its request has ended, no step is out) is left out. Raises whatever is wrong.
+        """
+        for name, arguments in operations:
+            getattr(self, f"_do_{name}")(*arguments)
+            self.check()
+        turns = 0
+        while self.world.scheduler.has_work:
+            progress = self._progress()
+            self._do_schedule()
+            self._do_complete()
+            turns = 0 if self._progress() != progress else turns + 1
+            assert turns < MAX_TURNS_WITHOUT_PROGRESS, f"nothing has come of {turns} turns of work alone"
+        self._check_end()
+
     def _run(self) -> None:
-        world, scheduler, rng = self.world, self.world.scheduler, self.rng
+        scheduler, rng = self.world.scheduler, self.rng
         self.pending.reverse()
         arrivals = rng.choice((0.3, 1.0, 5.0))
         more_results = rng.choice((0.0, 0.3, 0.9))
@@ -359,19 +438,16 @@ class Chaos:
             turns += 1
             for _ in range(int(rng.expovariate(1 / arrivals) + rng.random())):
                 if self.pending:
-                    self._add(self.pending.pop())
+                    self._perform("add", self.pending.pop().new.request_id)
             progress = self._progress()
             if turns > patience:
                 self.fault_rates = []  # nothing but work is left, and it must come to an end
             self._maybe_fault(0.25)
-            world.schedule()
-            self.check()
-            assert scheduler.outstanding or not scheduler.has_work, "work waits and nothing will ever wake it"
+            self._perform("schedule")
             self._maybe_fault(0.5)
             share = 0.95
             while scheduler.outstanding and rng.random() < share:
-                world.complete()
-                self.check()
+                self._perform("complete")
                 share = more_results
             self._maybe_fault(0.25)
             turns_since_progress = 0 if self._progress() != progress or self.fault_rates else turns_since_progress + 1

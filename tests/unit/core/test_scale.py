@@ -1,0 +1,116 @@
+"""What a block takes in memory, and what work does not grow with; times are for `benchmarks.bench_scale`."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+
+from kvmanager_service.core.block import BlockContent, KVCacheBlock
+from kvmanager_service.core.block_hash import default_hash, hash_block_tokens
+from kvmanager_service.core.block_pool import BlockPool
+from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.request import Request
+from kvmanager_service.core.request_queue import FCFSQueue
+from tests.unit.core.builders import make_kv, make_new, make_request, make_scheduler
+
+NUM_BLOCKS = 2000
+BLOCK_SIZE = 16
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    gc.collect()
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+def fill(pool: BlockPool) -> None:
+    """Give every block a content of its own; all in one chain."""
+    parent: BlockContent | None = None
+    for block in pool.get_new_blocks(pool.num_free_blocks):
+        tokens = block.block_id.to_bytes(4, "little") * BLOCK_SIZE
+        block_hash = hash_block_tokens(default_hash, parent and parent.block_hash, tokens)
+        parent = pool.cache_full_block(block, block_hash, parent, tokens, b"")
+        assert parent is not None
+
+
+def blocks_alive() -> int:
+    gc.collect()
+    return sum(type(one) is KVCacheBlock for one in gc.get_objects())
+
+
+@pytest.mark.usefixtures("traced")
+def test_pool_block_takes_at_most_160_bytes_empty_and_640_cached() -> None:
+    pool = BlockPool(NUM_BLOCKS + 1)
+    empty, _ = tracemalloc.get_traced_memory()
+    assert empty / NUM_BLOCKS <= 160
+    fill(pool)
+    full, _ = tracemalloc.get_traced_memory()
+    assert full / NUM_BLOCKS <= 640
+
+
+@pytest.mark.usefixtures("traced")
+def test_pool_content_forgotten_gives_its_memory_back() -> None:
+    pool = BlockPool(NUM_BLOCKS + 1)
+    empty, _ = tracemalloc.get_traced_memory()
+    fill(pool)
+    pool.reset_prefix_cache()
+    gc.collect()
+    again, _ = tracemalloc.get_traced_memory()
+    # What stays is the index's table, which Python's dict does not shrink.
+    assert again - empty < 100 * NUM_BLOCKS
+
+
+def test_pool_any_life_makes_no_block_and_loses_none() -> None:
+    before = blocks_alive()
+    kv = KVCacheManager(NUM_BLOCKS + 1, BLOCK_SIZE)
+    made = blocks_alive() - before
+    assert made <= NUM_BLOCKS + 3, "the blocks and the queue's two ends"
+    for index in range(50):
+        request = make_request(f"r{index}", 40 * BLOCK_SIZE, arrival_seq=index)
+        assert kv.allocate_sequence(request)
+        request.num_computed_tokens = request.num_tokens
+        kv.cache_blocks(request, 0)
+        kv.free(request)
+    assert blocks_alive() - before == made
+
+
+@pytest.mark.patches_core
+def test_allocate_slots_within_a_block_asks_the_pool_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    original = BlockPool.get_new_blocks
+
+    def get_new_blocks(self: BlockPool, num_blocks: int) -> list[KVCacheBlock]:
+        asked.append(num_blocks)
+        return original(self, num_blocks)
+
+    monkeypatch.setattr(BlockPool, "get_new_blocks", get_new_blocks)
+    kv = make_kv(NUM_BLOCKS, BLOCK_SIZE)
+    request = make_request(prompt=BLOCK_SIZE)
+    for num_tokens in range(1, 10 * BLOCK_SIZE + 1):
+        assert kv.allocate_slots(request, num_tokens)
+    assert asked == [1] * 10
+
+
+@pytest.mark.patches_core
+def test_schedule_ten_thousand_waiting_looks_at_the_head_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[Request] = []
+    original = FCFSQueue.peek
+
+    def peek(self: FCFSQueue) -> Request:
+        looked_at.append(original(self))
+        return looked_at[-1]
+
+    monkeypatch.setattr(FCFSQueue, "peek", peek)
+    monkeypatch.setattr(FCFSQueue, "__iter__", lambda self: pytest.fail("all waiting requests were walked over"))
+    scheduler = make_scheduler(make_kv(9, 4), max_waiting=20_000)
+    for index in range(10_000):
+        scheduler.add_request(make_new(f"r{index}", [index] * 15, max_tokens=20))
+    step = scheduler.schedule()  # two fit, and the third is refused
+    assert step is not None
+    assert len(step.rows) == 2
+    assert len(looked_at) == 3
