@@ -415,6 +415,6 @@ def test_pool_broken_on_purpose_differs_from_the_model(
 ) -> None:
     mutation(monkeypatch)
     # Found is enough: no time is spent on a smaller example.
-    quick = settings(SETTINGS, phases=[Phase.generate], print_blob=False, report_multiple_bugs=False)
+    quick = settings(SETTINGS, max_examples=2000, phases=[Phase.generate], print_blob=False, report_multiple_bugs=False)
     with pytest.raises((AssertionError, ValueError, AttributeError, pytest.fail.Exception)):
         run_state_machine_as_test(PoolMachine, settings=quick)
