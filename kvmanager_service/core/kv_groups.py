@@ -25,7 +25,7 @@ Source for what each type needs of a prefix: the design notes of vLLM's hybrid K
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Final
 
@@ -38,8 +38,10 @@ HitLookup = Callable[[int], KVCacheBlock | None]
 """From a table index to a block that is cached for it, None when there is none."""
 
 
-class KVGroup(ABC):
-    """One attention type with its sizes.
+class KVGroup:
+    """One attention type with its sizes; abstract.
+
+    Not an `ABC`: instances of one that mypyc compiled can be weakly referenced, and die without telling so.
 
     Attributes:
         block_size: tokens per block.
