@@ -47,7 +47,7 @@ test: $(INSTALLED) ## run the tests, those on real weights (SmolLM2, fetched onc
 .PHONY: test-compiled
 test-compiled: $(COMPILED)/.built ## run the core's tests and simulation on the core compiled by mypyc
 	$(WITH_COMPILED) $(BIN)/python -m pytest -o pythonpath= --import-mode=append \
-	  -m "not soak and not patches_core" $(PYTEST_ARGS) tests/unit/core tests/simulation
+	  -m "not soak and not patches_core" $(PYTEST_ARGS) tests/unit/core tests/unit/replay tests/simulation
 
 .PHONY: soak
 soak: $(INSTALLED) ## run the tests that take minutes

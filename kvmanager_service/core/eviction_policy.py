@@ -9,14 +9,16 @@ is not handed out at all. Policies differ only in the order of free blocks with 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 
 from kvmanager_service.core.block import KVCacheBlock
 
 
-class EvictionPolicy(ABC):
-    """The free blocks, in the order they will be handed out.
+class EvictionPolicy:
+    """The free blocks, in the order they will be handed out; abstract.
+
+    No `ABC`, for the reason that `KVGroup` gives.
 
     Attributes:
         num_free_blocks: how many there are.

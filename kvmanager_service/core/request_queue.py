@@ -7,15 +7,18 @@ who is next, who is sacrificed, where a preempted request goes. What was served,
 from __future__ import annotations
 
 import heapq
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 from kvmanager_service.core.request import Request
 
 
-class RequestQueue(ABC):
-    """The waiting requests of one policy. All operations are O(log n) or better, taken over many of them."""
+class RequestQueue:
+    """The waiting requests of one policy; abstract. All operations are O(log n) or better, taken over many of them.
+
+    No `ABC`, for the reason that `KVGroup` gives.
+    """
 
     @abstractmethod
     def add(self, request: Request) -> None:
