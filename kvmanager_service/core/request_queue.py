@@ -45,13 +45,13 @@ class RequestQueue:
         """Whether `charge_token` wants to be called for every output token."""
         return False
 
-    def charge_input(self, request: Request) -> None:  # noqa: B027 - most policies do not count
+    def charge_input(self, request: Request) -> None:
         """A request was admitted for the first time; its table holds what the prefix cache had of it."""
 
-    def charge_token(self, request: Request) -> None:  # noqa: B027
+    def charge_token(self, request: Request) -> None:
         """An output token of a request became known. Only called where `is_metered`."""
 
-    def ended(self, request: Request) -> None:  # noqa: B027
+    def ended(self, request: Request) -> None:
         """A request has ended, and is not in the queue."""
 
     def served(self, tenant: str) -> float:
