@@ -45,9 +45,10 @@ test: $(INSTALLED) ## run the tests, those on real weights (SmolLM2, fetched onc
 	KVPLANE_TEST_MODEL="$$model" $(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
 
 .PHONY: test-compiled
-test-compiled: $(COMPILED)/.built ## run the core's tests and simulation on the core compiled by mypyc
+test-compiled: $(COMPILED)/.built ## run the manager's tests and the simulation on the core compiled by mypyc
 	$(WITH_COMPILED) $(BIN)/python -m pytest -o pythonpath= --import-mode=append \
-	  -m "not soak and not patches_core" $(PYTEST_ARGS) tests/unit/core tests/unit/replay tests/simulation
+	  -m "not soak and not patches_core" $(PYTEST_ARGS) tests/unit/core tests/unit/replay tests/unit/manager \
+	  tests/integration/manager tests/simulation
 
 .PHONY: soak
 soak: $(INSTALLED) ## run the tests that take minutes

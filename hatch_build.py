@@ -16,6 +16,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 COMPILED = ("kvmanager_service/core/*.py", "kvmanager_service/step_message.py")
+UNCOMPILED = ("__init__.py", "errors.py")
 GROUP_NAME = "kvplane_core"
 # Only what mypyc needs to know; how strictly the sources are checked is for `make lint`.
 MYPY_FLAGS = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]
@@ -46,7 +47,7 @@ def _compile(root: Path, folder: Path) -> list[Path]:
     from mypyc.build import mypycify  # noqa: PLC0415 - a build dependency only when the hook is on
     from setuptools import Distribution  # noqa: PLC0415
 
-    sources = sorted(path for pattern in COMPILED for path in root.glob(pattern) if path.name != "__init__.py")
+    sources = sorted(path for pattern in COMPILED for path in root.glob(pattern) if path.name not in UNCOMPILED)
     os.environ["MYPYPATH"] = str(root / "proto")
     before = Path.cwd()
     os.chdir(root)  # mypy names a module by its path from here

@@ -13,8 +13,8 @@ Life of a step:
        steps it does only what the second one needs. The loop builds the response and sends it; the place is free again.
 
 Invariants:
-    A step runs only if every step before it on its stream has succeeded. No step of a stream runs once a later stream's
-    first was taken up. Compute never runs on the event loop.
+    A step runs only if every step before it on its stream was computed without a failure. No step of a stream runs
+    once a later stream's first was taken up. Compute never runs on the event loop.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the servicers and the engine loop ask of each other; plain values, no grpc, no core state.
 
-Station: between the servicers (which submit, abort and look) and `engine_loop` (which schedules and publishes). Both
-run on one asyncio loop: no call here blocks, none needs a lock.
+Station: between the servicers (which submit, abort and look) and `engine_loop` (which answers,
+with `step_loop` for what is computed). All run on one asyncio loop: no call here blocks, none needs a lock.
 
 Life of a request across this seam:
 

@@ -13,7 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import structlog
@@ -23,6 +23,7 @@ from kvplane.executor.v1.executor_service_pb2_grpc import ExecutorServiceStub
 from kvmanager_service.core.block_tag import decode_tag
 from kvmanager_service.core.kv_cache_manager import TaggedBlock
 
+_Answer = TypeVar("_Answer")
 _log = structlog.get_logger(__name__)
 
 MAX_MESSAGE_BYTES = 256 << 20
@@ -81,23 +82,29 @@ class ExecutorConnection:
             with_tokenizer: whether the tokenizer's files, which may be tens of MB, are wanted.
 
         Raises:
-            ExecutorLostError: a call failed.
+            ExecutorLostError: a call failed, or its answer cannot be read.
         """
         try:
             # First: under other limits than those its cache was made for, an executor's cache is gone.
-            profile = await self._stub.ProfileMemory(
-                pb.ProfileMemoryRequest(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs),
-                timeout=PROFILE_TIMEOUT_S,
+            profile = _readable(
+                await self._stub.ProfileMemory(
+                    pb.ProfileMemoryRequest(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs),
+                    timeout=PROFILE_TIMEOUT_S,
+                )
             )
-            info = await self._stub.GetModelInfo(
-                pb.GetModelInfoRequest(include_tokenizer_files=with_tokenizer), timeout=UNARY_TIMEOUT_S
+            info = _readable(
+                await self._stub.GetModelInfo(
+                    pb.GetModelInfoRequest(include_tokenizer_files=with_tokenizer), timeout=UNARY_TIMEOUT_S
+                )
             )
             if info.HasField("kv_cache") and info.kv_cache.kv_epoch == known_epoch:
                 return ReadyExecutor(info, info.kv_cache, None)
             if info.HasField("kv_cache") and info.kv_cache.num_blocks == profile.num_blocks:
                 return ReadyExecutor(info, info.kv_cache, await self._list_tags(info.kv_cache.kv_epoch))
-            initialized = await self._stub.InitializeKvCache(
-                pb.InitializeKvCacheRequest(num_blocks=profile.num_blocks), timeout=PROFILE_TIMEOUT_S
+            initialized = _readable(
+                await self._stub.InitializeKvCache(
+                    pb.InitializeKvCacheRequest(num_blocks=profile.num_blocks), timeout=PROFILE_TIMEOUT_S
+                )
             )
             return ReadyExecutor(info, initialized.kv_cache, [])
         except grpc.aio.AioRpcError as error:
@@ -106,8 +113,8 @@ class ExecutorConnection:
     async def model_info(self) -> pb.GetModelInfoResponse:
         """What the executor serves. Raises ExecutorLostError when it does not say."""
         try:
-            info: pb.GetModelInfoResponse = await self._stub.GetModelInfo(
-                pb.GetModelInfoRequest(), timeout=UNARY_TIMEOUT_S
+            info: pb.GetModelInfoResponse = _readable(
+                await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=UNARY_TIMEOUT_S)
             )
         except grpc.aio.AioRpcError as error:
             raise ExecutorLostError(_describe(error)) from error
@@ -116,6 +123,7 @@ class ExecutorConnection:
     async def _list_tags(self, kv_epoch: int) -> list[TaggedBlock]:
         tagged = []
         async for portion in self._stub.ListBlockTags(pb.ListBlockTagsRequest(kv_epoch=kv_epoch)):
+            _readable(portion)
             try:
                 block_ids = array("i", portion.block_tags.block_ids.data)
                 named_tags = list(zip(block_ids, portion.block_tags.tags, strict=True))
@@ -182,13 +190,15 @@ class StepStream:
                 message = await self._call.read()
                 if message is grpc.aio.EOF:
                     break
-                self._results.append(message)
+                self._results.append(_readable(message))
                 self._on_event()
             code = await self._call.code()
             if code is not grpc.StatusCode.OK:
                 why = f"{code.name}: {await self._call.details()}"
         except grpc.aio.AioRpcError as error:
             why = _describe(error)
+        except ExecutorLostError as error:
+            why = str(error)
         except asyncio.CancelledError:
             why = "the stream was closed"
             if not self._call.cancelled():
@@ -200,3 +210,10 @@ class StepStream:
 
 def _describe(error: grpc.aio.AioRpcError) -> str:
     return f"{error.code().name}: {error.details()}"
+
+
+def _readable(answer: _Answer | None) -> _Answer:
+    """Pass an answer on. grpc.aio gives None for bytes that are not the message; raises ExecutorLostError then."""
+    if answer is None:
+        raise ExecutorLostError("expected an executor's answer, got bytes that are not one; is the address right?")
+    return answer

@@ -156,6 +156,11 @@ class ExecutorLife:
             self._reject(executor, unfit)
         except ExecutorLostError as lost:
             self._registry.set_state(executor.executor_id, ExecutorState.STANDBY, error=str(lost))
+        except Exception as error:  # noqa: BLE001 - a spare's fault must not end the active executor's steps
+            _log.exception("executor_check_failed", executor_id=executor.executor_id, address=executor.address)
+            self._registry.set_state(
+                executor.executor_id, ExecutorState.STANDBY, error=f"its check failed: {type(error).__name__}: {error}"
+            )
         finally:
             await connection.close()
 

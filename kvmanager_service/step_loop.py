@@ -19,20 +19,21 @@ from kvplane.executor.v1.executor_service_pb2 import ExecuteResponse
 
 from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.block_history import BlockHistory
-from kvmanager_service.core.errors import CoreError
+from kvmanager_service.core.errors import BadResultError, CoreError
 from kvmanager_service.core.fair_queue import FairWeights
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import FinishReason, NewRequest, RequestOutput
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
-from kvmanager_service.core.step import BadResultError, Step
+from kvmanager_service.core.step import Step
 from kvmanager_service.engine_api import OutputSink
 from kvmanager_service.executor_client import ExecutorLostError, ReadyExecutor, StepStream
 from kvmanager_service.kv_events import KvEvents
 from kvmanager_service.step_message import build_execute_request, read_execute_response
 
-GC_THRESHOLD = (10_000, 5, 1_000)
-"""When garbage is collected: young objects after 10,000 more, all of them hardly ever; see `gc.set_threshold`."""
+GC_THRESHOLD = (10_000, 5, 50)
+"""When garbage is collected; see `gc.set_threshold`. Young objects after 10,000 more, all of them after some 2.5
+million: each call leaves a few objects in a cycle, so never would be too seldom."""
 
 _log = structlog.get_logger(__name__)
 
@@ -41,7 +42,7 @@ class StepLoop:
     """Runs steps, and keeps what outlives an executor: requests and their sinks.
 
     Attributes:
-        scheduler: the books; None before the first `fit`, and until then no call but `lose` may need them.
+        scheduler: the books; None before the first `fit`, and until then there is nobody to ask them.
         kv_epoch: names the content of the cache that the books are about; 0 before there is one.
         kv_events: for those who follow the cache.
     """
@@ -169,8 +170,6 @@ class StepLoop:
                 self._publish()  # while the step is sent, the id of who ended in it may be taken anew
                 await stream.send(message)
             self._publish()
-            if not scheduler.outstanding:
-                self._idle.set()
             await self._wake.wait()
 
     def _update(self, response: ExecuteResponse) -> None:

@@ -14,9 +14,9 @@ from kvplane.common.v1.common_pb2 import Int32Array
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
 from kvmanager_service.core.block_tag import encode_tag
-from kvmanager_service.core.errors import RowFailedError
+from kvmanager_service.core.errors import BadResultError, RowFailedError
 from kvmanager_service.core.request import TOKEN_BYTES, Request, SamplingParams, TokenLogprobs
-from kvmanager_service.core.step import BadResultError, ScheduledRow, Step, StepResult
+from kvmanager_service.core.step import ScheduledRow, Step, StepResult
 
 _UNKNOWN_TOKEN = bytes(TOKEN_BYTES)
 _ID_BYTES = 4

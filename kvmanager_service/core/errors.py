@@ -11,14 +11,21 @@ Station: raised by `core`, mapped to a gRPC status by `kvmanager_service.errors`
     ├── RowFailedError          the executor could not compute this request's row
     ├── PoolInUseError          the prefix cache cannot be reset while requests hold blocks
     └── EventsForgottenError    the cache's events are not kept that far back
+
+    BadResultError              an executor's result does not fit its step
+    GroupLayoutError            a model's layers cannot be laid out as KV groups
+
+Never compiled (`hatch_build.py`): an exception class of mypyc can be weakly referenced, and dies without telling so.
 """
 
 from __future__ import annotations
 
 __all__ = [
+    "BadResultError",
     "CoreError",
     "DuplicateRequestError",
     "EventsForgottenError",
+    "GroupLayoutError",
     "InvalidRequestError",
     "PoolExhaustedError",
     "PoolInUseError",
@@ -72,3 +79,11 @@ class PoolInUseError(CoreError):
 
 class EventsForgottenError(CoreError):
     """Events of the cache were asked for that are not kept any more, or are another run's."""
+
+
+class BadResultError(Exception):
+    """A result does not fit the step it answers; nothing of it was used."""
+
+
+class GroupLayoutError(ValueError):
+    """These layers cannot be served as asked; the message says expected, got and what to do."""

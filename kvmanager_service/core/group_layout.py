@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Final
 
+from kvmanager_service.core.errors import GroupLayoutError
 from kvmanager_service.core.kv_groups import ChunkedLocal, FullAttention, KVGroup, RecurrentState, SlidingWindow
 
 __all__ = ["AttentionKind", "GroupLayout", "GroupLayoutError", "GroupSpec", "LayerSpec", "plan_groups"]
@@ -38,10 +39,6 @@ __all__ = ["AttentionKind", "GroupLayout", "GroupLayoutError", "GroupSpec", "Lay
 
 UNUSED_FULL_PAGE: Final = 4
 """An unused page of full attention counts as this many others: its tables are by far the longest."""
-
-
-class GroupLayoutError(ValueError):
-    """These layers cannot be served as asked; the message says expected, got and what to do."""
 
 
 class AttentionKind(enum.Enum):

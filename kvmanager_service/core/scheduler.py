@@ -21,7 +21,7 @@ from array import array
 from collections import deque
 from typing import Final
 
-from kvmanager_service.core.errors import CoreError, PoolInUseError
+from kvmanager_service.core.errors import BadResultError, CoreError, PoolInUseError
 from kvmanager_service.core.kv_cache_coordinator import KVCache
 from kvmanager_service.core.pool_limit import has_outgrown, outgrown_error, require_fit
 from kvmanager_service.core.request import (
@@ -34,7 +34,7 @@ from kvmanager_service.core.request import (
 )
 from kvmanager_service.core.request_book import RequestBook
 from kvmanager_service.core.scheduler_config import SchedulerConfig
-from kvmanager_service.core.step import BadResultError, ScheduledRow, SchedulerStats, Step, StepResult, check_result
+from kvmanager_service.core.step import ScheduledRow, SchedulerStats, Step, StepResult, check_result
 from kvmanager_service.core.step_plan import StepPlan
 from kvmanager_service.core.suspects import Suspects
 from kvmanager_service.core.tag_outbox import TagOutbox

@@ -9,12 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmanager_service.core.block import BlockContent
-from kvmanager_service.core.errors import RowFailedError
+from kvmanager_service.core.errors import BadResultError, RowFailedError
 from kvmanager_service.core.request import Request, TokenLogprobs
-
-
-class BadResultError(Exception):
-    """A result does not fit the step it answers; nothing of it was used."""
 
 
 class ScheduledRow:

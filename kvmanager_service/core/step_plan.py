@@ -26,6 +26,8 @@ class StepPlan:
         config: the limits.
 
     Attributes:
+        step_id: the step's.
+        rows: in the order they were added.
         budget: tokens that may still be added.
     """
 

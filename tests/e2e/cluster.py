@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import psutil
 from kvplane_client import AsyncClient, ManagerState, RetryPolicy, Stats
 
+from kvmanager_service.core import is_compiled
+
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONPATH = os.pathsep.join(str(ROOT / part) for part in (".", "proto", "client"))
 SAFETY_NET_S = 60.0
@@ -28,7 +30,8 @@ _T = TypeVar("_T")
 def environment(**extra: str) -> dict[str, str]:
     """The environment of a child: our sources, one thread, no settings of ours from outside."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVPLANE_")}
-    return kept | {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} | extra
+    path = os.environ["PYTHONPATH"] if is_compiled() else PYTHONPATH
+    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} | extra
 
 
 def to_flags(settings: dict[str, object]) -> list[str]:
@@ -153,7 +156,9 @@ class Cluster:
             self._manager_settings = {"lease_ms": 3_000, "log_format": "json"} | settings
         flags = to_flags({"port": self.port} | self._manager_settings)
         self.manager = self._start("manager", "kvmanager_service", flags)
-        self.port = int(self.manager.wait_event("manager_started")["port"])
+        started = self.manager.wait_event("manager_started")
+        assert started["core"] == ("compiled" if is_compiled() else "python"), "the manager runs another core"
+        self.port = int(started["port"])
         return self.manager
 
     def start_executor(self, *, wait: bool = True, **settings: object) -> ServiceProcess:

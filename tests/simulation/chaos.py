@@ -19,6 +19,7 @@ from executor_service.backends.sim_digest import expected_tokens
 from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import KeyDomain, default_hash
 from kvmanager_service.core.errors import (
+    BadResultError,
     CoreError,
     DuplicateRequestError,
     InvalidRequestError,
@@ -31,7 +32,6 @@ from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import TOKEN_BYTES, FinishReason, NewRequest, Request, SamplingParams, StopRules
 from kvmanager_service.core.scheduler_config import SchedulerConfig
-from kvmanager_service.core.step import BadResultError
 from kvmanager_service.core.suspects import MAX_FAILED_STEPS
 from kvmanager_service.step_message import read_execute_response
 from tests.simulation.harness import VOCAB_SIZE, Produced, World

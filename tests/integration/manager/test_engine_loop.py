@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -20,7 +23,7 @@ from kvmanager_service.core.request import FinishReason
 from kvmanager_service.engine_api import ManagerState, StopMatch, TenantView
 from kvmanager_service.engine_loop import WHY_UNAVAILABLE, EngineLoop
 from kvmanager_service.errors import ExecutorRejectedError, PreconditionError, UnavailableError
-from kvmanager_service.executor_client import StepStream
+from kvmanager_service.executor_client import ExecutorConnection, ExecutorLostError, StepStream
 from kvmanager_service.registry import ExecutorRegistry
 from kvmanager_service.server import Health, ManagerServer
 from tests.integration.manager.fake_engine import until
@@ -121,6 +124,7 @@ async def test_engine_refuses_by_the_reason_of_its_state() -> None:
     assert caught.value.reason == "DRAINING"
 
 
+@pytest.mark.patches_core
 async def test_engine_broken_invariant_ends_every_stream_although_the_books_can_not_be_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -145,6 +149,7 @@ async def test_engine_broken_invariant_ends_every_stream_although_the_books_can_
         assert sink.last.error.reason == "BROKEN"
 
 
+@pytest.mark.patches_core
 async def test_engine_invariant_broken_in_a_call_ends_every_stream_and_admits_nothing_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -242,6 +247,74 @@ async def test_engine_stop_string_in_the_last_output_is_what_is_shown() -> None:
         (view,) = split.engine.requests(include_finished=True)
         assert view.finish_reason is FinishReason.STOP
         assert split.engine.stats().requests_finished["stop"] == 1
+
+
+@asynccontextmanager
+async def babbling_executor() -> AsyncIterator[str]:
+    """Something that answers every call of an executor with bytes that are no message. Yields its address."""
+
+    async def babble(_: bytes, __: object) -> bytes:
+        return b"\xff\xff\xff"
+
+    async def babble_on(_: object, __: object) -> AsyncIterator[bytes]:
+        yield b"\xff\xff\xff"
+
+    methods = {
+        method.name: grpc.stream_stream_rpc_method_handler(babble_on)
+        if method.client_streaming
+        else grpc.unary_unary_rpc_method_handler(babble)
+        for method in pb.DESCRIPTOR.services_by_name["ExecutorService"].methods
+        if method.client_streaming == method.server_streaming
+    }
+    server = grpc.aio.server()
+    handler = grpc.method_handlers_generic_handler("kvplane.executor.v1.ExecutorService", methods)
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+async def test_engine_standby_that_answers_nonsense_disturbs_nobody() -> None:
+    async with running_split(ScriptedExecutor()) as split, babbling_executor() as address:
+        await serving(split)
+        split.registry.register("babbling", address)
+        await until(lambda: split.registry.records()[1].last_error != "")
+        assert "bytes that are not one" in split.registry.records()[1].last_error
+        sink = Sink()
+        split.engine.submit(make_new("a", 6, max_tokens=2), sink)
+        await until(lambda: sink.last is not None)
+        assert sink.token_ids == [7, 7]
+        assert split.engine.stats().state is ManagerState.SERVING
+
+
+async def test_engine_standby_whose_check_fails_in_any_way_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def failing(_: ExecutorConnection) -> pb.GetModelInfoResponse:
+        raise OSError("no descriptor is left")
+
+    async with running_split(ScriptedExecutor()) as split:
+        await serving(split)
+        monkeypatch.setattr(ExecutorConnection, "model_info", failing)
+        split.registry.register("other", "127.0.0.1:1")
+        await until(lambda: "OSError: no descriptor is left" in split.registry.records()[1].last_error)
+        assert split.engine.stats().state is ManagerState.SERVING
+
+
+async def test_connection_answers_that_are_no_messages_lose_the_executor() -> None:
+    async with babbling_executor() as address:
+        connection = ExecutorConnection(address)
+        for call in (connection.model_info(), connection.prepare(16, 4, 0, with_tokenizer=False)):
+            with pytest.raises(ExecutorLostError, match="bytes that are not one"):
+                await call
+        told = asyncio.Event()
+        stream = connection.open_stream(told.set)
+        await told.wait()
+        with pytest.raises(ExecutorLostError, match="bytes that are not one"):
+            stream.take_results()
+        await stream.close()
+        await connection.close()
 
 
 async def test_engine_tokenizer_files_are_fetched_once() -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvmanager_service.core.group_layout import AttentionKind, GroupLayoutError, LayerSpec, plan_groups
+from kvmanager_service.core.errors import GroupLayoutError
+from kvmanager_service.core.group_layout import AttentionKind, LayerSpec, plan_groups
 from kvmanager_service.core.kv_groups import ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
 
 

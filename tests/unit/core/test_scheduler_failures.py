@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from kvmanager_service.core.errors import (
+    BadResultError,
     CoreError,
     PoolExhaustedError,
     PoolInUseError,
@@ -12,7 +13,7 @@ from kvmanager_service.core.errors import (
     UnknownRequestError,
 )
 from kvmanager_service.core.request import FinishReason, RequestStatus
-from kvmanager_service.core.step import BadResultError, StepResult
+from kvmanager_service.core.step import StepResult
 from kvmanager_service.core.suspects import MAX_FAILED_STEPS
 from tests.unit.core.builders import (
     make_kv,

@@ -5,9 +5,10 @@ from kvplane.common.v1.common_pb2 import Float32Array, Int32Array
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
 from kvmanager_service.core.block_tag import decode_tag
+from kvmanager_service.core.errors import BadResultError
 from kvmanager_service.core.request import SamplingParams, TokenLogprobs
 from kvmanager_service.core.scheduler import Scheduler
-from kvmanager_service.core.step import BadResultError, Step
+from kvmanager_service.core.step import Step
 from kvmanager_service.step_message import build_execute_request, read_execute_response
 from tests.unit.core.builders import (
     block_ids,

@@ -45,3 +45,16 @@ async def test_watchdog_step_that_gives_way_to_the_next_in_time_is_not_overdue()
 
 async def test_watchdog_idle_executor_is_not_overdue() -> None:
     assert await looks_until_overdue([None] * 5 * LOOKS + [step(1)]) == 5 * LOOKS + 1 + LOOKS
+
+
+async def test_watchdog_looks_are_spread_over_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr("kvmanager_service.step_watchdog.asyncio.sleep", sleep)
+    stuck = step(1)
+    with pytest.raises(StepOverdueError):
+        await watch_steps(lambda: stuck, 300.0)
+    assert sum(waits) == pytest.approx(300.0)
