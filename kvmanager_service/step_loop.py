@@ -31,9 +31,9 @@ from kvmanager_service.executor_client import ExecutorLostError, ReadyExecutor, 
 from kvmanager_service.kv_events import KvEvents
 from kvmanager_service.step_message import build_execute_request, read_execute_response
 
-GC_THRESHOLD = (10_000, 5, 50)
-"""When garbage is collected; see `gc.set_threshold`. Young objects after 10,000 more, all of them after some 2.5
-million: each call leaves a few objects in a cycle, so never would be too seldom."""
+GC_THRESHOLD = (1_000, 50, 50)
+"""When garbage is collected; see `gc.set_threshold`. Each call leaves a few objects in a cycle, and those hold some of
+gRPC's: so the young ones go soon, and all are looked through after 2.5 million, which is seldom and not never."""
 
 _log = structlog.get_logger(__name__)
 
