@@ -13,6 +13,7 @@ status carries `google.rpc.ErrorInfo` with domain "kvplane".
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar, NoReturn
 
 import grpc
@@ -128,5 +129,14 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: Executo
     detail = any_pb2.Any()
     detail.Pack(info)
     status = status_pb2.Status(code=error.code.value[0], message=str(error)[:_MAX_MESSAGE_CHARS], details=[detail])
-    await context.abort_with_status(rpc_status.to_status(status))
+    try:
+        await context.abort_with_status(rpc_status.to_status(status))
+    except grpc.aio.AbortError as aborted:
+        context.add_done_callback(functools.partial(_let_go, aborted))
+        raise
     raise AssertionError("unreachable: abort raises")
+
+
+def _let_go(aborted: grpc.aio.AbortError, _: object) -> None:
+    """Free what a refused call held. grpc.aio keeps the error with the call, and its traceback keeps the request."""
+    aborted.__traceback__ = aborted.__context__ = None

@@ -88,4 +88,7 @@ def _renderers(log_format: LogFormat) -> list[Processor]:
     """Return the last processors: a line for people, or a JSON object."""
     if log_format == "json":
         return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-    return [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+    # Plain tracebacks: the rich ones print local variables, and locals hold prompts.
+    return [
+        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)
+    ]

@@ -106,7 +106,7 @@ class SamplingParser:
             ("top_k", message.top_k >= 0, "at least 0"),
             ("top_p", 0 < message.top_p <= 1, "a number in (0, 1]"),
             ("min_p", 0 <= message.min_p <= 1, "a number in [0, 1]"),
-            ("repetition_penalty", 0 < message.repetition_penalty < math.inf, "a finite number above 0"),
+            ("repetition_penalty", 0.0625 <= message.repetition_penalty <= 16, "a number in [0.0625, 16]"),
             ("presence_penalty", -2 <= message.presence_penalty <= 2, "a number in [-2, 2]"),
             ("frequency_penalty", -2 <= message.frequency_penalty <= 2, "a number in [-2, 2]"),
             ("num_logprobs", -1 <= message.num_logprobs <= self._max_logprobs, f"-1 to {self._max_logprobs}"),

@@ -15,6 +15,9 @@ from typing import Any, Literal, NoReturn, Self
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+MAX_INT32 = 2**31 - 1
+"""The wire's columns are int32, and so are the limits that the manager tells of itself."""
+
 __all__ = ["ENV_PREFIX", "ConfigError", "ManagerConfig", "load_config"]
 
 ENV_PREFIX = "KVPLANE_MANAGER_"
@@ -64,15 +67,18 @@ class ManagerConfig(BaseSettings):
     max_num_batched_tokens: int = Field(
         2048,
         ge=1,
+        le=MAX_INT32,
         description="Most tokens computed in one step. Bounds the executor's activation memory and the time of a step:"
         " 2048 suits a CPU or a small GPU, 8192 and more a large GPU.",
     )
-    max_num_seqs: int = Field(256, ge=1, description="Most requests running at once; at most max_num_batched_tokens.")
+    max_num_seqs: int = Field(
+        256, ge=1, le=MAX_INT32, description="Most requests running at once; at most max_num_batched_tokens."
+    )
     max_waiting: int = Field(
-        1000, ge=1, description="Most requests that may wait; a further one gets RESOURCE_EXHAUSTED."
+        1000, ge=1, le=MAX_INT32, description="Most requests that may wait; a further one gets RESOURCE_EXHAUSTED."
     )
     long_prefill_token_threshold: int = Field(
-        0, ge=0, description="Most prompt tokens of one request computed in one step; 0 means no limit."
+        0, ge=0, le=MAX_INT32, description="Most prompt tokens of one request computed in one step; 0 means no limit."
     )
     enable_prefix_caching: bool = Field(True, description="Keep computed blocks so that later requests can share them.")
     eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = Field(

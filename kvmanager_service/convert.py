@@ -27,6 +27,8 @@ MAX_ID_CHARS = 256
 MAX_SALT_CHARS = 256
 MAX_TENANT_CHARS = 256
 MAX_BIASES = 1_024
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.0625, 16.0
+"""Beyond, a logit may leave float32, and the row would fail as if the model had computed nonsense."""
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 64
@@ -137,8 +139,9 @@ def to_sampling(params: pb.SamplingParams, model: ModelView) -> SamplingParams:
         raise _invalid("sampling.top_p", "above 0 and at most 1", result.top_p, "1 keeps all tokens")
     if not 0.0 <= result.min_p <= 1.0:
         raise _invalid("sampling.min_p", "0 to 1", result.min_p, "0 drops no token")
-    if not 0.0 < result.repetition_penalty < math.inf:
-        raise _invalid("sampling.repetition_penalty", "a finite number above 0", result.repetition_penalty, "1 is none")
+    if not MIN_REPETITION_PENALTY <= result.repetition_penalty <= MAX_REPETITION_PENALTY:
+        expected = f"{MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}"
+        raise _invalid("sampling.repetition_penalty", expected, result.repetition_penalty, "1 is none")
     for name in ("presence_penalty", "frequency_penalty"):
         value = getattr(result, name)
         if not -2.0 <= value <= 2.0:

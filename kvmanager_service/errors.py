@@ -12,6 +12,7 @@ was expected, what was got and what to do. Prompts, texts and token ids of reque
 
 from __future__ import annotations
 
+import functools
 import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -168,7 +169,16 @@ class RpcErrors:
             return
         status = to_status(error)
         details = status.to_rpc_status().SerializeToString()
-        await self._context.abort(status.code, status.message, ((STATUS_DETAILS_KEY, details),))
+        try:
+            await self._context.abort(status.code, status.message, ((STATUS_DETAILS_KEY, details),))
+        except grpc.aio.AbortError as aborted:
+            self._context.add_done_callback(functools.partial(_let_go, aborted))  # type: ignore[arg-type]
+            raise
+
+
+def _let_go(aborted: grpc.aio.AbortError, _: object) -> None:
+    """Free what a refused call held. grpc.aio keeps the error with the call, and its traceback keeps the request."""
+    aborted.__traceback__ = aborted.__context__ = None
 
 
 def _frames(error: BaseException) -> str:

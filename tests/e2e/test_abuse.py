@@ -427,6 +427,20 @@ async def test_generate_five_times_the_queue_is_refused_with_advice_and_leaves_n
 
 
 @pytest.mark.usefixtures("bystander")
+async def test_generate_refused_prompts_of_ten_megabytes_leave_nothing_behind(
+    client: AsyncClient, abused: Cluster
+) -> None:
+    huge = "a" * (10 << 20)
+    resident = []
+    for _ in range(2):
+        for _ in range(15):
+            with pytest.raises(KvPlaneError):
+                await client.generate(huge, max_tokens=1)
+        resident.append(abused.manager.resident_bytes() / MIB)
+    assert resident[1] < resident[0] + 60, resident
+
+
+@pytest.mark.usefixtures("bystander")
 async def test_generate_reader_that_never_reads_costs_nobody_anything(client: AsyncClient, abused: Cluster) -> None:
     # Every message repeats the id, so that the connection's window is full long before the end.
     jobs = {f"{'unread' * 40}-{index}": Job([index, 9], 800) for index in range(8)}

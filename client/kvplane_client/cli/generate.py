@@ -6,12 +6,21 @@ import sys
 from typing import Annotated, Any, cast
 
 import typer
+from rich.markup import escape
 
 from kvplane_client.cli import options as opt
 from kvplane_client.cli.output import err_console, print_json, write_text
-from kvplane_client.cli.session import generation_session
+from kvplane_client.cli.session import EXIT_ERROR, generation_session
 from kvplane_client.client import SyncGenerationStream
-from kvplane_client.types import ChatMessage, Chunk, Completion, CompletionBuilder, GenerateOptions, Prompt
+from kvplane_client.types import (
+    ChatMessage,
+    Chunk,
+    Completion,
+    CompletionBuilder,
+    FinishReason,
+    GenerateOptions,
+    Prompt,
+)
 
 __all__ = ["generate", "given", "stream_out"]
 
@@ -117,6 +126,9 @@ def generate(
         last = stream_out(output, as_json=as_json, stream=stream, as_ids=not model.has_tokenizer)
     if usage and last is not None:
         _print_usage(last)
+    if last is not None and last.finish_reason is FinishReason.ABORT:
+        err_console().print("[bold red]aborted:[/bold red] somebody ended the request; its output is not complete")
+        raise typer.Exit(EXIT_ERROR)
 
 
 generate.__doc__ = _HELP
@@ -190,5 +202,5 @@ def _print_usage(last: Chunk) -> None:
     counts = last.usage
     err_console().print(
         f"[dim]{last.finish_reason} · {counts.prompt_tokens} prompt tokens ({counts.cached_tokens} cached) · "
-        f"{counts.completion_tokens} completion tokens · {last.request_id}[/dim]"
+        f"{counts.completion_tokens} completion tokens · {escape(last.request_id)}[/dim]"
     )

@@ -70,7 +70,7 @@ def _request_table(infos: Sequence[RequestInfo]) -> Table:
         age = f"{info.age_seconds:.1f} s"
         tenant = (escape(info.tenant),) if has_tenants else ()
         table.add_row(
-            info.request_id, status, *tenant, age, *(str(count) for count in counts), ranges(info.block_table)
+            escape(info.request_id), status, *tenant, age, *(str(count) for count in counts), ranges(info.block_table)
         )
     return table
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from kvplane_client.cli import options as opt
@@ -40,7 +41,7 @@ def info(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: op
         ("tokenizer", "yes" if model.has_tokenizer else "no: only token ids may be sent"),
         ("chat template", "yes" if model.has_chat_template else "no"),
     ):
-        table.add_row(f"[dim]{name}[/dim]", value)
+        table.add_row(f"[dim]{name}[/dim]", escape(value))
     out_console().print(table)
 
 

@@ -35,7 +35,9 @@ def err_console() -> Console:
 def _console(stream: TextIO) -> Console:
     """Fits the terminal; where there is none, lines are as wide as what they say."""
     redirected = not stream.isatty()
-    return Console(file=stream, highlight=False, soft_wrap=redirected, width=_REDIRECTED_WIDTH if redirected else None)
+    return Console(
+        file=stream, highlight=False, emoji=False, soft_wrap=redirected, width=_REDIRECTED_WIDTH if redirected else None
+    )
 
 
 def print_json(document: DataclassInstance | dict[str, Any], *, to_stderr: bool = False) -> None:

@@ -111,7 +111,8 @@ def executors(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_jso
     table = Table("executor", "address", "state", "lease", "last error", box=None)
     for info in infos:
         lease = f"{info.lease_remaining_seconds:.1f} s"
-        table.add_row(info.executor_id, info.address, info.state, lease, info.last_error or "")
+        told = (info.executor_id, info.address, info.state, lease, info.last_error or "")
+        table.add_row(*map(escape, told))
     out_console().print(table)
 
 

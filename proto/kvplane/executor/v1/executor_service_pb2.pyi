@@ -560,7 +560,7 @@ class TokenSampling(google.protobuf.message.Message):
     min_p: builtins.float
     """min_p in [0, 1]; 0 keeps all."""
     repetition_penalty: builtins.float
-    """repetition_penalty above 0; 1 is none."""
+    """repetition_penalty in [0.0625, 16]; 1 is none."""
     presence_penalty: builtins.float
     """presence_penalty in [-2, 2]; 0 is none."""
     frequency_penalty: builtins.float

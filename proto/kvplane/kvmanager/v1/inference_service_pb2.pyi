@@ -222,8 +222,8 @@ class SamplingParams(google.protobuf.message.Message):
     min_p: builtins.float
     """min_p drops tokens less likely than min_p times the likeliest, in [0, 1]. Absent means 0, which drops none."""
     repetition_penalty: builtins.float
-    """repetition_penalty divides positive and multiplies negative logits of tokens seen in prompt or output, above 0.
-    Absent means 1, no penalty.
+    """repetition_penalty divides positive and multiplies negative logits of tokens seen in prompt or output, in
+    [0.0625, 16]. Absent means 1, no penalty.
     """
     presence_penalty: builtins.float
     """presence_penalty is subtracted from the logit of every token already in the output, in [-2, 2].
