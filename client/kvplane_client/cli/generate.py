@@ -127,7 +127,8 @@ def generate(
     if usage and last is not None:
         _print_usage(last)
     if last is not None and last.finish_reason is FinishReason.ABORT:
-        err_console().print("[bold red]aborted:[/bold red] somebody ended the request; its output is not complete")
+        if not as_json:
+            err_console().print("[bold red]aborted:[/bold red] somebody ended the request; its output is not complete")
         raise typer.Exit(EXIT_ERROR)
 
 

@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
 import pytest
+from kvplane.common.v1 import common_pb2
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 from kvplane_client.cli.main import app
 from scripted_manager import TEXT, ThreadedManager, answer, break_after, fail, failing_stream, hang_after, succeed_with
@@ -133,6 +134,25 @@ def test_generate_json_without_stream_is_one_document(cli: Cli) -> None:
         "request_id", "text", "token_ids", "logprobs", "finish_reason", "stop_match", "usage",
     ]  # fmt: skip
     assert (document["text"], document["finish_reason"]) == (TEXT, "length")
+
+
+@pytest.mark.parametrize("mode", ["", "--no-stream", "--json"])
+def test_generate_aborted_by_somebody_says_so(cli: Cli, threaded_manager: ThreadedManager, mode: str) -> None:
+    async def aborted(request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        async for message in answer(request, context):
+            if message.finish_reason:
+                message.finish_reason = common_pb2.FINISH_REASON_ABORT
+            yield message
+
+    threaded_manager.scripts.generate = [aborted]
+    result = cli("generate", "a", *([mode] if mode else []))
+
+    assert result.exit_code == 1
+    if mode == "--json":
+        assert (lines(result)[-1]["finish_reason"], result.stderr) == ("abort", "")
+    else:
+        assert "aborted: somebody ended the request" in result.stderr
+        assert TEXT in result.stdout
 
 
 def test_generate_survives_a_break_and_says_so(cli: Cli, threaded_manager: ThreadedManager) -> None:
