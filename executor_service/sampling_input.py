@@ -61,7 +61,7 @@ class SamplingParser:
         """
         rows = int32_column(message.rows, "sampling.rows")
         require_range(rows, 0, len(seq_lens), "sampling.rows")
-        require_growing(rows, "sampling.rows", strictly=True)
+        require_growing(rows, "sampling.rows", strictly=False)
         params = [self._params(one, index) for index, one in enumerate(message.params)]
         params_index = int32_column(message.params_index, "sampling.params_index")
         require_length(params_index, len(rows), "sampling.params_index")

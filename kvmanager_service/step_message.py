@@ -16,7 +16,7 @@ from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvmanager_service.core.block_tag import encode_tag
 from kvmanager_service.core.errors import BadResultError, RowFailedError
 from kvmanager_service.core.request import TOKEN_BYTES, Request, SamplingParams, TokenLogprobs
-from kvmanager_service.core.step import ScheduledRow, Step, StepResult
+from kvmanager_service.core.step import BlockCopy, ScheduledRow, Step, StepResult
 
 _UNKNOWN_TOKEN = bytes(TOKEN_BYTES)
 _ID_BYTES = 4
@@ -80,7 +80,17 @@ def build_execute_request(step: Step, kv_epoch: int, block_size: int) -> pb.Exec
     if step.tags:
         message.block_tags.block_ids.CopyFrom(_int32([block_id for block_id, _ in step.tags]))
         message.block_tags.tags.extend(b"" if content is None else encode_tag(content) for _, content in step.tags)
+    if step.copies:
+        message.copies.CopyFrom(_build_copies(step.copies))
     return message
+
+
+def _build_copies(copies: list[BlockCopy]) -> pb.BlockCopies:
+    return pb.BlockCopies(
+        directions=_int32([copy.direction for copy in copies]),
+        source_ids=_int32([copy.source_id for copy in copies]),
+        target_ids=_int32([copy.target_id for copy in copies]),
+    )
 
 
 def _build_sampling(rows: list[ScheduledRow]) -> pb.SamplingBatch:

@@ -7,6 +7,8 @@ back together with a `StepResult`. Neither knows the wire.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
 
 from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.errors import BadResultError, RowFailedError
@@ -48,6 +50,22 @@ class ScheduledRow:
         self.suppress_stop = False
 
 
+class CopyDirection(IntEnum):
+    """Between which memories a block is copied; the values are those of the wire."""
+
+    DEVICE_TO_DEVICE = 1
+    DEVICE_TO_HOST = 2
+    HOST_TO_DEVICE = 3
+
+
+class BlockCopy(NamedTuple):
+    """An order to copy a whole block. Device blocks are in [1, num_blocks), host blocks in [0, num_host_blocks)."""
+
+    direction: CopyDirection
+    source_id: int
+    target_id: int
+
+
 class Step:
     """A batch to compute.
 
@@ -58,9 +76,10 @@ class Step:
         feeds_from_step_id: the step that the rows' feeds_from speak of, or 0.
         tags: contents committed since the step before, for the executor to keep with the blocks; None for a block
             whose content is not trusted any more.
+        copies: done in this order before any row writes.
     """
 
-    __slots__ = ("feeds_from_step_id", "num_samples", "num_tokens", "rows", "step_id", "tags")
+    __slots__ = ("copies", "feeds_from_step_id", "num_samples", "num_tokens", "rows", "step_id", "tags")
 
     def __init__(
         self,
@@ -71,6 +90,7 @@ class Step:
         *,
         feeds_from_step_id: int,
         tags: list[tuple[int, BlockContent | None]],
+        copies: list[BlockCopy],
     ) -> None:
         self.step_id = step_id
         self.rows = rows
@@ -78,6 +98,7 @@ class Step:
         self.num_samples = num_samples
         self.feeds_from_step_id = feeds_from_step_id
         self.tags = tags
+        self.copies = copies
 
 
 class StepResult:

@@ -159,7 +159,6 @@ MALFORMED = {
     "feeds-below": (_set("feeds_from", [-1, -2, 0]), "feeds_from[1]"),
     "sampling-row-beyond": (_set("sampling.rows", [1, 3]), "sampling.rows[1]"),
     "sampling-row-negative": (_set("sampling.rows", [-1, 2]), "sampling.rows[0]"),
-    "sampling-rows-repeat": (_set("sampling.rows", [1, 1]), "sampling.rows[1]"),
     "sampling-rows-falling": (_set("sampling.rows", [2, 1]), "sampling.rows[1]"),
     "params-index-few": (_set("sampling.params_index", [0]), "sampling.params_index"),
     "params-index-beyond": (_set("sampling.params_index", [0, 2]), "sampling.params_index[1]"),

@@ -11,7 +11,7 @@ from kvmanager_service.step_watchdog import LOOKS, StepOverdueError, watch_steps
 
 
 def step(step_id: int) -> Step:
-    return Step(step_id, [], 0, 0, feeds_from_step_id=0, tags=[])
+    return Step(step_id, [], 0, 0, feeds_from_step_id=0, tags=[], copies=[])
 
 
 async def looks_until_overdue(script: list[Step | None]) -> int:

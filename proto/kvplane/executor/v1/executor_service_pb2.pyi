@@ -40,6 +40,34 @@ KV_GROUP_TYPE_FULL_ATTENTION: KvGroupType.ValueType  # 1
 """KV_GROUP_TYPE_FULL_ATTENTION keeps every token."""
 Global___KvGroupType: typing_extensions.TypeAlias = KvGroupType
 
+class _CopyDirection:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _CopyDirectionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_CopyDirection.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    COPY_DIRECTION_UNSPECIFIED: _CopyDirection.ValueType  # 0
+    """COPY_DIRECTION_UNSPECIFIED is never sent."""
+    COPY_DIRECTION_DEVICE_TO_DEVICE: _CopyDirection.ValueType  # 1
+    """COPY_DIRECTION_DEVICE_TO_DEVICE copies within the KV cache: copy on write."""
+    COPY_DIRECTION_DEVICE_TO_HOST: _CopyDirection.ValueType  # 2
+    """COPY_DIRECTION_DEVICE_TO_HOST copies to a host block: swap out."""
+    COPY_DIRECTION_HOST_TO_DEVICE: _CopyDirection.ValueType  # 3
+    """COPY_DIRECTION_HOST_TO_DEVICE copies from a host block: swap in."""
+
+class CopyDirection(_CopyDirection, metaclass=_CopyDirectionEnumTypeWrapper):
+    """CopyDirection is between which memories a block is copied."""
+
+COPY_DIRECTION_UNSPECIFIED: CopyDirection.ValueType  # 0
+"""COPY_DIRECTION_UNSPECIFIED is never sent."""
+COPY_DIRECTION_DEVICE_TO_DEVICE: CopyDirection.ValueType  # 1
+"""COPY_DIRECTION_DEVICE_TO_DEVICE copies within the KV cache: copy on write."""
+COPY_DIRECTION_DEVICE_TO_HOST: CopyDirection.ValueType  # 2
+"""COPY_DIRECTION_DEVICE_TO_HOST copies to a host block: swap out."""
+COPY_DIRECTION_HOST_TO_DEVICE: CopyDirection.ValueType  # 3
+"""COPY_DIRECTION_HOST_TO_DEVICE copies from a host block: swap in."""
+Global___CopyDirection: typing_extensions.TypeAlias = CopyDirection
+
 @typing.final
 class GetModelInfoRequest(google.protobuf.message.Message):
     """GetModelInfoRequest asks about the model."""
@@ -190,20 +218,24 @@ class KvCacheState(google.protobuf.message.Message):
     KV_EPOCH_FIELD_NUMBER: builtins.int
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
     BLOCK_SIZE_FIELD_NUMBER: builtins.int
+    NUM_HOST_BLOCKS_FIELD_NUMBER: builtins.int
     kv_epoch: builtins.int
     """kv_epoch names the content: new, and never 0, at every initialisation and reset."""
     num_blocks: builtins.int
     """num_blocks is the number of blocks, the null block (id 0) included."""
     block_size: builtins.int
     """block_size is tokens per block."""
+    num_host_blocks: builtins.int
+    """num_host_blocks is the number of blocks in host memory that steps may copy to and from, 0 for none."""
     def __init__(
         self,
         *,
         kv_epoch: builtins.int = ...,
         num_blocks: builtins.int = ...,
         block_size: builtins.int = ...,
+        num_host_blocks: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "kv_epoch", b"kv_epoch", "num_blocks", b"num_blocks"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "kv_epoch", b"kv_epoch", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___KvCacheState: typing_extensions.TypeAlias = KvCacheState
@@ -270,6 +302,7 @@ class ProfileMemoryResponse(google.protobuf.message.Message):
     BYTES_PER_BLOCK_FIELD_NUMBER: builtins.int
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
     OVERRIDDEN_FIELD_NUMBER: builtins.int
+    NUM_HOST_BLOCKS_FIELD_NUMBER: builtins.int
     total_bytes: builtins.int
     """total_bytes is the device's memory, or the limit that was set."""
     utilization: builtins.float
@@ -286,6 +319,8 @@ class ProfileMemoryResponse(google.protobuf.message.Message):
     """num_blocks is how many blocks fit, or the override, the null block (id 0) included."""
     overridden: builtins.bool
     """overridden says that num_blocks was set by hand."""
+    num_host_blocks: builtins.int
+    """num_host_blocks is how many blocks fit into the host memory set aside for swapping, 0 for none."""
     def __init__(
         self,
         *,
@@ -297,8 +332,9 @@ class ProfileMemoryResponse(google.protobuf.message.Message):
         bytes_per_block: builtins.int = ...,
         num_blocks: builtins.int = ...,
         overridden: builtins.bool = ...,
+        num_host_blocks: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["available_bytes", b"available_bytes", "bytes_per_block", b"bytes_per_block", "num_blocks", b"num_blocks", "overridden", b"overridden", "peak_bytes", b"peak_bytes", "total_bytes", b"total_bytes", "utilization", b"utilization", "weights_bytes", b"weights_bytes"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["available_bytes", b"available_bytes", "bytes_per_block", b"bytes_per_block", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "overridden", b"overridden", "peak_bytes", b"peak_bytes", "total_bytes", b"total_bytes", "utilization", b"utilization", "weights_bytes", b"weights_bytes"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ProfileMemoryResponse: typing_extensions.TypeAlias = ProfileMemoryResponse
@@ -310,14 +346,18 @@ class InitializeKvCacheRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
+    NUM_HOST_BLOCKS_FIELD_NUMBER: builtins.int
     num_blocks: builtins.int
     """num_blocks is the number of blocks, the null block (id 0) included: 2 to ProfileMemoryResponse.num_blocks."""
+    num_host_blocks: builtins.int
+    """num_host_blocks is the number of host blocks: 0 to ProfileMemoryResponse.num_host_blocks."""
     def __init__(
         self,
         *,
         num_blocks: builtins.int = ...,
+        num_host_blocks: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["num_blocks", b"num_blocks"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___InitializeKvCacheRequest: typing_extensions.TypeAlias = InitializeKvCacheRequest
@@ -366,6 +406,7 @@ class ExecuteRequest(google.protobuf.message.Message):
     FEEDS_FROM_FIELD_NUMBER: builtins.int
     SAMPLING_FIELD_NUMBER: builtins.int
     BLOCK_TAGS_FIELD_NUMBER: builtins.int
+    COPIES_FIELD_NUMBER: builtins.int
     step_id: builtins.int
     """step_id grows from one step of a stream to the next. At least 1."""
     kv_epoch: builtins.int
@@ -378,7 +419,7 @@ class ExecuteRequest(google.protobuf.message.Message):
     def query_indptr(self) -> kvplane.common.v1.common_pb2.Int32Array:
         """query_indptr has R + 1 values, from 0 and strictly growing: row r computes tokens query_indptr[r] to
         query_indptr[r + 1]. At most max_num_seqs rows and max_num_batched_tokens tokens as profiled. A step without rows
-        ([0]) only stores its tags.
+        ([0]) only does its copies and stores its tags.
         """
 
     @property
@@ -409,6 +450,10 @@ class ExecuteRequest(google.protobuf.message.Message):
     def block_tags(self) -> Global___BlockTags:
         """block_tags are to be stored once this step is computed."""
 
+    @property
+    def copies(self) -> Global___BlockCopies:
+        """copies are done before any row of this step writes. Absent means none."""
+
     def __init__(
         self,
         *,
@@ -422,13 +467,52 @@ class ExecuteRequest(google.protobuf.message.Message):
         feeds_from: kvplane.common.v1.common_pb2.Int32Array | None = ...,
         sampling: Global___SamplingBatch | None = ...,
         block_tags: Global___BlockTags | None = ...,
+        copies: Global___BlockCopies | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_tags", b"block_tags", "feeds_from", b"feeds_from", "positions", b"positions", "query_indptr", b"query_indptr", "sampling", b"sampling", "token_ids", b"token_ids"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_tags", b"block_tags", "copies", b"copies", "feeds_from", b"feeds_from", "positions", b"positions", "query_indptr", b"query_indptr", "sampling", b"sampling", "token_ids", b"token_ids"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_tables", b"block_tables", "block_tags", b"block_tags", "feeds_from", b"feeds_from", "feeds_from_step_id", b"feeds_from_step_id", "kv_epoch", b"kv_epoch", "positions", b"positions", "query_indptr", b"query_indptr", "sampling", b"sampling", "step_id", b"step_id", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_tables", b"block_tables", "block_tags", b"block_tags", "copies", b"copies", "feeds_from", b"feeds_from", "feeds_from_step_id", b"feeds_from_step_id", "kv_epoch", b"kv_epoch", "positions", b"positions", "query_indptr", b"query_indptr", "sampling", b"sampling", "step_id", b"step_id", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ExecuteRequest: typing_extensions.TypeAlias = ExecuteRequest
+
+@typing.final
+class BlockCopies(google.protobuf.message.Message):
+    """BlockCopies are C whole blocks to copy, over all layers. They are done as if one after the other, in the order given.
+    A device block that is copied to loses its tag. Errors: INVALID_ARGUMENT for columns of other lengths than each
+    other, an unknown direction, an id out of range, or a block copied to itself; then nothing is copied.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIRECTIONS_FIELD_NUMBER: builtins.int
+    SOURCE_IDS_FIELD_NUMBER: builtins.int
+    TARGET_IDS_FIELD_NUMBER: builtins.int
+    @property
+    def directions(self) -> kvplane.common.v1.common_pb2.Int32Array:
+        """directions has C values of CopyDirection."""
+
+    @property
+    def source_ids(self) -> kvplane.common.v1.common_pb2.Int32Array:
+        """source_ids has C values: device blocks in [1, num_blocks), host blocks in [0, num_host_blocks)."""
+
+    @property
+    def target_ids(self) -> kvplane.common.v1.common_pb2.Int32Array:
+        """target_ids has C values, in the same ranges."""
+
+    def __init__(
+        self,
+        *,
+        directions: kvplane.common.v1.common_pb2.Int32Array | None = ...,
+        source_ids: kvplane.common.v1.common_pb2.Int32Array | None = ...,
+        target_ids: kvplane.common.v1.common_pb2.Int32Array | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["directions", b"directions", "source_ids", b"source_ids", "target_ids", b"target_ids"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["directions", b"directions", "source_ids", b"source_ids", "target_ids", b"target_ids"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___BlockCopies: typing_extensions.TypeAlias = BlockCopies
 
 @typing.final
 class BlockTables(google.protobuf.message.Message):
@@ -480,7 +564,9 @@ class SamplingBatch(google.protobuf.message.Message):
     PENALTIES_FIELD_NUMBER: builtins.int
     @property
     def rows(self) -> kvplane.common.v1.common_pb2.Int32Array:
-        """rows has S values: the rows that sample after their last token, strictly growing."""
+        """rows has S values: the rows that sample after their last token, never falling. A row may sample more than once: its
+        sequence is forked there, and each branch has its own parameters and seed.
+        """
 
     @property
     def params(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenSampling]:
@@ -608,8 +694,8 @@ class PenaltyHistories(google.protobuf.message.Message):
     PROMPT_LENS_FIELD_NUMBER: builtins.int
     @property
     def sample_index(self) -> kvplane.common.v1.common_pb2.Int32Array:
-        """sample_index has P values: indices into SamplingBatch.rows, strictly growing. Every row whose params have a penalty
-        must be here.
+        """sample_index has P values: indices into SamplingBatch.rows, strictly growing. Every sample whose params have a
+        penalty must be here.
         """
 
     @property
@@ -686,14 +772,17 @@ class ExecuteResponse(google.protobuf.message.Message):
     ROW_ERRORS_FIELD_NUMBER: builtins.int
     COMPUTE_US_FIELD_NUMBER: builtins.int
     QUEUE_US_FIELD_NUMBER: builtins.int
+    COPY_US_FIELD_NUMBER: builtins.int
     step_id: builtins.int
     """step_id is the step's."""
     kv_epoch: builtins.int
     """kv_epoch is the executor's."""
     compute_us: builtins.int
-    """compute_us is how long the step computed, in microseconds."""
+    """compute_us is how long the step computed, in microseconds, its copies included."""
     queue_us: builtins.int
     """queue_us is how long the step lay in the executor before, in microseconds."""
+    copy_us: builtins.int
+    """copy_us is how long the step's copies took, in microseconds."""
     @property
     def sampled_token_ids(self) -> kvplane.common.v1.common_pb2.Int32Array:
         """sampled_token_ids has S values, in the order of SamplingBatch.rows; -1 for a row in row_errors."""
@@ -723,10 +812,11 @@ class ExecuteResponse(google.protobuf.message.Message):
         row_errors: collections.abc.Iterable[Global___RowError] | None = ...,
         compute_us: builtins.int = ...,
         queue_us: builtins.int = ...,
+        copy_us: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["computed_upto", b"computed_upto", "logprobs", b"logprobs", "sampled_token_ids", b"sampled_token_ids"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["compute_us", b"compute_us", "computed_upto", b"computed_upto", "kv_epoch", b"kv_epoch", "logprobs", b"logprobs", "queue_us", b"queue_us", "row_errors", b"row_errors", "sampled_token_ids", b"sampled_token_ids", "step_id", b"step_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["compute_us", b"compute_us", "computed_upto", b"computed_upto", "copy_us", b"copy_us", "kv_epoch", b"kv_epoch", "logprobs", b"logprobs", "queue_us", b"queue_us", "row_errors", b"row_errors", "sampled_token_ids", b"sampled_token_ids", "step_id", b"step_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ExecuteResponse: typing_extensions.TypeAlias = ExecuteResponse
