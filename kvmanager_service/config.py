@@ -111,6 +111,15 @@ class ManagerConfig(BaseSettings):
         lt=1.0,
         description="Share of the blocks kept free when a request is admitted, against preemption soon after.",
     )
+    max_pools: int = Field(
+        16,
+        ge=0,
+        le=10_000,
+        description="Most pools of engines that run their own loop (the block-table API); 0 refuses all.",
+    )
+    max_pool_blocks: int = Field(
+        1_048_576, ge=0, le=MAX_INT32, description="Most blocks of all those pools together: about 0.3 KB each."
+    )
     lease_ms: int = Field(
         10_000, ge=300, le=3_600_000, description="How long an executor's registration is valid, in milliseconds."
     )

@@ -46,6 +46,8 @@ __all__ = [
     "ExecutorRejectedError",
     "PreconditionError",
     "RpcErrors",
+    "StaleBatchError",
+    "TooManyPoolsError",
     "UnavailableError",
     "to_status",
 ]
@@ -74,6 +76,14 @@ class ExecutorIdReusedError(CoreError):
     """An executor id that is registered came back with another address."""
 
 
+class TooManyPoolsError(CoreError):
+    """There are as many pools of engines with their own loop, or blocks in them, as the manager is to keep."""
+
+
+class StaleBatchError(CoreError):
+    """A batch of operations on a pool is neither the next nor the newest."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """What an exception type becomes."""
@@ -87,6 +97,8 @@ RULES: dict[type[CoreError], Rule] = {
     UnknownRequestError: Rule(grpc.StatusCode.NOT_FOUND),
     DuplicateRequestError: Rule(grpc.StatusCode.ALREADY_EXISTS),
     ExecutorIdReusedError: Rule(grpc.StatusCode.ALREADY_EXISTS),
+    StaleBatchError: Rule(grpc.StatusCode.ABORTED),
+    TooManyPoolsError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),
     QueueFullError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, QUEUE_FULL_RETRY_MS),
     PoolExhaustedError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),
     EventsForgottenError: Rule(grpc.StatusCode.OUT_OF_RANGE),

@@ -6,7 +6,7 @@ speaks to the manager over the wire alone and imports neither service.
 
 from kvplane_client._version import __version__
 from kvplane_client.async_client import AsyncClient
-from kvplane_client.client import Client, SyncGenerationStream
+from kvplane_client.client import Client, SyncGenerationStream, SyncSequencePool
 from kvplane_client.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -49,6 +49,20 @@ from kvplane_client.manager_types import (
 from kvplane_client.many import ManyStream
 from kvplane_client.many_request import ManyRequest
 from kvplane_client.retry import NO_RETRY, RetryPolicy
+from kvplane_client.sequences import (
+    BlockShortage,
+    CloseSequence,
+    CommitSequence,
+    ExtendSequence,
+    ForkSequence,
+    OpenSequence,
+    SequenceDone,
+    SequenceOperation,
+    SequencePool,
+    SequencePoolInfo,
+    SequenceResult,
+    SequenceTable,
+)
 from kvplane_client.stream import GenerationStream
 from kvplane_client.types import (
     ChatMessage,
@@ -72,16 +86,21 @@ __all__ = [
     "BlockInfo",
     "BlockMoment",
     "BlockRecord",
+    "BlockShortage",
     "BlockTrace",
     "ChatMessage",
     "Chunk",
     "Client",
+    "CloseSequence",
+    "CommitSequence",
     "Completion",
     "DeadlineExceededError",
     "ExecutorInfo",
     "ExecutorState",
+    "ExtendSequence",
     "FailedPreconditionError",
     "FinishReason",
+    "ForkSequence",
     "GenerateOptions",
     "GenerationStream",
     "InternalError",
@@ -98,6 +117,7 @@ __all__ = [
     "ManyStream",
     "Model",
     "NotFoundError",
+    "OpenSequence",
     "OutOfRangeError",
     "PoolStats",
     "Prompt",
@@ -107,9 +127,16 @@ __all__ = [
     "ResourceExhaustedError",
     "RetryPolicy",
     "SchedulerSettings",
+    "SequenceDone",
+    "SequenceOperation",
+    "SequencePool",
+    "SequencePoolInfo",
+    "SequenceResult",
+    "SequenceTable",
     "Stats",
     "StopMatch",
     "SyncGenerationStream",
+    "SyncSequencePool",
     "TenantStats",
     "TokenLogprob",
     "TokenLogprobs",

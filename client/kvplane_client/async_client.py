@@ -6,6 +6,7 @@ Station: the top of the library. It owns the channel; streams get the stubs from
 from __future__ import annotations
 
 import asyncio
+import secrets
 import weakref
 from collections.abc import AsyncIterator, Iterable, Sequence
 from types import TracebackType
@@ -17,6 +18,7 @@ from google.protobuf.message import Message
 from kvplane.kvmanager.v1 import executor_registry_service_pb2 as registry_pb
 from kvplane.kvmanager.v1 import inference_service_pb2 as inference_pb
 from kvplane.kvmanager.v1 import kv_manager_service_pb2 as manager_pb
+from kvplane.kvmanager.v1 import sequence_pool_pb2 as pool_pb
 
 from kvplane_client import _convert
 from kvplane_client._readiness import wait_until_ready
@@ -28,6 +30,7 @@ from kvplane_client.kv_events import KvEventBatch
 from kvplane_client.manager_types import BlockFilter, BlockInfo, BlockTrace, ExecutorInfo, Model, RequestInfo, Stats
 from kvplane_client.many import ManyStream
 from kvplane_client.retry import Deadline, RetryListener, RetryPolicy, RetryState
+from kvplane_client.sequences import SequencePool, SequencePoolInfo, pool_info_from
 from kvplane_client.stream import GenerationStream
 from kvplane_client.types import Completion, GenerateOptions, Prompt
 
@@ -270,6 +273,53 @@ class AsyncClient:
             raise RequestCancelledError("the client was closed while the cache was followed") from None
         finally:
             call.cancel()
+
+    async def open_pool(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        pool_id: str = "",
+        enable_prefix_caching: bool = True,
+        eviction_policy: str = "",
+        lease_seconds: float = 0,
+    ) -> SequencePool:
+        """Opens a pool of block tables for an engine that runs its own loop; see :mod:`kvplane_client.sequences`.
+
+        Args:
+            num_blocks: Blocks of the engine's memory, the null block (id 0) included.
+            block_size: Tokens per block.
+            pool_id: Names the pool; empty draws a name.
+            enable_prefix_caching: Whether blocks are kept for later sequences.
+            eviction_policy: Which of them gives way first; empty means lru.
+            lease_seconds: How long the pool outlives the last call; 0 means a minute.
+
+        Raises:
+            InvalidArgumentError: A value is out of range.
+            AlreadyExistsError: A pool of that id is open.
+            ResourceExhaustedError: There are too many pools, or blocks in all of them.
+        """
+        request = pool_pb.OpenPoolRequest(
+            pool_id=pool_id or f"pool-{secrets.token_hex(6)}",
+            num_blocks=num_blocks,
+            block_size=block_size,
+            disable_prefix_caching=not enable_prefix_caching,
+            eviction_policy=eviction_policy,
+            lease_ms=round(lease_seconds * 1e3),
+        )
+        opened = await self._unary(self._stubs.manager.OpenPool, request)
+        return SequencePool(pool_info_from(opened.pool), self._update_sequences, self._close_pool)
+
+    async def list_pools(self) -> list[SequencePoolInfo]:
+        """Returns the open pools of engines that run their own loop."""
+        response = await self._unary(self._stubs.manager.ListPools, pool_pb.ListPoolsRequest())
+        return [pool_info_from(pool) for pool in response.pools]
+
+    async def _update_sequences(self, request: pool_pb.UpdateSequencesRequest) -> pool_pb.UpdateSequencesResponse:
+        return await self._unary(self._stubs.manager.UpdateSequences, request)
+
+    async def _close_pool(self, pool_id: str) -> None:
+        await self._unary(self._stubs.manager.ClosePool, pool_pb.ClosePoolRequest(pool_id=pool_id))
 
     async def list_executors(self) -> Sequence[ExecutorInfo]:
         """Returns the executors whose lease is valid, in order of registration."""

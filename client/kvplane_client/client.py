@@ -20,10 +20,11 @@ from kvplane_client.errors import FailedPreconditionError, KvPlaneError, Request
 from kvplane_client.kv_events import KvEventBatch
 from kvplane_client.manager_types import BlockFilter, BlockInfo, BlockTrace, ExecutorInfo, Model, RequestInfo, Stats
 from kvplane_client.retry import RetryListener, RetryPolicy
+from kvplane_client.sequences import SequenceOperation, SequencePool, SequencePoolInfo, SequenceResult
 from kvplane_client.stream import GenerationStream
 from kvplane_client.types import Chunk, Completion, GenerateOptions, Prompt
 
-__all__ = ["Client", "SyncGenerationStream"]
+__all__ = ["Client", "SyncGenerationStream", "SyncSequencePool"]
 
 _T = TypeVar("_T")
 
@@ -112,6 +113,35 @@ class SyncGenerationStream:
     def close(self) -> None:
         """Ends the stream, and the request if it is unfinished."""
         self._thread.wait(self._stream.aclose())
+
+
+class SyncSequencePool:
+    """One engine's pool; a context manager that closes it. Methods and errors are those of :class:`SequencePool`.
+
+    Attributes:
+        info: The pool as it was opened.
+    """
+
+    def __init__(self, pool: SequencePool, thread: _LoopThread) -> None:
+        self._pool = pool
+        self._thread = thread
+        self.info = pool.info
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def update(self, operations: Iterable[SequenceOperation] = ()) -> list[SequenceResult]:
+        """Applies operations in order and returns a result for each."""
+        return self._thread.wait(self._pool.update(operations))
+
+    def close(self) -> None:
+        """Closes the pool."""
+        self._thread.wait(self._pool.close())
 
 
 class Client:
@@ -204,6 +234,31 @@ class Client:
                 log_id=log_id, from_sequence=from_sequence, include_token_ids=include_token_ids
             )
         )
+
+    def open_pool(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        pool_id: str = "",
+        enable_prefix_caching: bool = True,
+        eviction_policy: str = "",
+        lease_seconds: float = 0,
+    ) -> SyncSequencePool:
+        """Opens a pool of block tables for an engine that runs its own loop."""
+        opened = self._client.open_pool(
+            num_blocks,
+            block_size,
+            pool_id=pool_id,
+            enable_prefix_caching=enable_prefix_caching,
+            eviction_policy=eviction_policy,
+            lease_seconds=lease_seconds,
+        )
+        return SyncSequencePool(self._thread.wait(opened), self._thread)
+
+    def list_pools(self) -> list[SequencePoolInfo]:
+        """Returns the open pools of engines that run their own loop."""
+        return self._thread.wait(self._client.list_pools())
 
     def list_executors(self) -> Sequence[ExecutorInfo]:
         """Returns the executors whose lease is valid."""

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 from kvplane.kvmanager.v1 import kv_manager_service_pb2 as pb
 from kvplane.kvmanager.v1 import kv_manager_service_pb2_grpc as pb_grpc
+from kvplane.kvmanager.v1 import sequence_pool_pb2 as pool_pb
 
 from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.block_history import BlockMoment, BlockRecord
@@ -19,6 +20,7 @@ from kvmanager_service.engine_api import BlockView, Engine, EngineStats, Manager
 from kvmanager_service.errors import RpcErrors
 from kvmanager_service.kv_event_messages import watch
 from kvmanager_service.request_stream import FINISH_REASONS
+from kvmanager_service.servicers import sequences
 from kvmanager_service.servicers.paging import page_size, read_block_token, read_request_token, request_token
 
 __all__ = ["KvManagerServicer"]
@@ -54,10 +56,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
-    """Serves GetStats, ListRequests, ListBlocks, TraceBlock, WatchKvEvents and ResetPrefixCache."""
+    """Serves what looks at the executors' pool, and the block-table API for engines that run their own loop."""
 
     def __init__(self, engine: Engine, config: ManagerConfig) -> None:
         self._engine = engine
+        self._pools: sequences.Pools = sequences.Pools(config.max_pools, config.max_pool_blocks)
         self._settings = pb.SchedulerSettings(
             policy=config.policy,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -134,6 +137,28 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
         """Serve `ResetPrefixCache`; see the proto."""
         async with RpcErrors(context):
             return pb.ResetPrefixCacheResponse(blocks_forgotten=self._engine.reset_prefix_cache())
+
+    async def OpenPool(self, request: pool_pb.OpenPoolRequest, context: Context) -> pool_pb.OpenPoolResponse:  # noqa: N802
+        """Serve `OpenPool`; see the proto."""
+        async with RpcErrors(context):
+            return await sequences.open_pool(self._pools, request)
+
+    async def ClosePool(self, request: pool_pb.ClosePoolRequest, context: Context) -> pool_pb.ClosePoolResponse:  # noqa: N802
+        """Serve `ClosePool`; see the proto."""
+        async with RpcErrors(context):
+            return sequences.close_pool(self._pools, request)
+
+    async def ListPools(self, request: pool_pb.ListPoolsRequest, context: Context) -> pool_pb.ListPoolsResponse:  # noqa: N802
+        """Serve `ListPools`; see the proto."""
+        async with RpcErrors(context):
+            return sequences.list_pools(self._pools)
+
+    async def UpdateSequences(  # noqa: N802
+        self, request: pool_pb.UpdateSequencesRequest, context: Context
+    ) -> pool_pb.UpdateSequencesResponse:
+        """Serve `UpdateSequences`; see the proto."""
+        async with RpcErrors(context):
+            return sequences.update_sequences(self._pools, request)
 
 
 def _arrival(view: RequestView) -> tuple[float, str]:

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from kvplane.kvmanager.v1 import kv_manager_service_pb2 as kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2
+from kvplane.kvmanager.v1 import sequence_pool_pb2 as kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2
 
 GRPC_GENERATED_VERSION = '1.74.0'
 GRPC_VERSION = grpc.__version__
@@ -26,7 +27,7 @@ if _version_not_supported:
 
 
 class KvManagerServiceStub(object):
-    """KvManagerService shows and steers the block pool.
+    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop.
     """
 
     def __init__(self, channel):
@@ -65,10 +66,30 @@ class KvManagerServiceStub(object):
                 request_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.OpenPool = channel.unary_unary(
+                '/kvplane.kvmanager.v1.KvManagerService/OpenPool',
+                request_serializer=kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.OpenPoolRequest.SerializeToString,
+                response_deserializer=kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.OpenPoolResponse.FromString,
+                _registered_method=True)
+        self.ClosePool = channel.unary_unary(
+                '/kvplane.kvmanager.v1.KvManagerService/ClosePool',
+                request_serializer=kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.ClosePoolRequest.SerializeToString,
+                response_deserializer=kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.ClosePoolResponse.FromString,
+                _registered_method=True)
+        self.ListPools = channel.unary_unary(
+                '/kvplane.kvmanager.v1.KvManagerService/ListPools',
+                request_serializer=kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.ListPoolsRequest.SerializeToString,
+                response_deserializer=kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.ListPoolsResponse.FromString,
+                _registered_method=True)
+        self.UpdateSequences = channel.unary_unary(
+                '/kvplane.kvmanager.v1.KvManagerService/UpdateSequences',
+                request_serializer=kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.UpdateSequencesRequest.SerializeToString,
+                response_deserializer=kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.UpdateSequencesResponse.FromString,
+                _registered_method=True)
 
 
 class KvManagerServiceServicer(object):
-    """KvManagerService shows and steers the block pool.
+    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop.
     """
 
     def GetStats(self, request, context):
@@ -121,6 +142,38 @@ class KvManagerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenPool(self, request, context):
+        """OpenPool makes a pool for an engine that runs its own loop and holds its own K/V: the block-table API. Such pools
+        have nothing to do with the one that the manager's executors use. Errors: INVALID_ARGUMENT for a bad value,
+        ALREADY_EXISTS for an open pool's id, RESOURCE_EXHAUSTED when there are too many pools, or blocks in all of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ClosePool(self, request, context):
+        """ClosePool forgets a pool and its sequences. Errors: NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPools(self, request, context):
+        """ListPools returns the open pools, in the order they were opened.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateSequences(self, request, context):
+        """UpdateSequences opens, extends, commits, forks and closes sequences of a pool, many at once: one call a step of the engine.
+        What is wrong with one operation is in its result. Errors of the whole: NOT_FOUND for a pool that is not open or whose
+        lease ran out, ABORTED for a batch_id that is neither the next nor the newest, INVALID_ARGUMENT for too many operations.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvManagerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -154,6 +207,26 @@ def add_KvManagerServiceServicer_to_server(servicer, server):
                     request_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ResetPrefixCacheResponse.SerializeToString,
             ),
+            'OpenPool': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenPool,
+                    request_deserializer=kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.OpenPoolRequest.FromString,
+                    response_serializer=kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.OpenPoolResponse.SerializeToString,
+            ),
+            'ClosePool': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClosePool,
+                    request_deserializer=kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.ClosePoolRequest.FromString,
+                    response_serializer=kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.ClosePoolResponse.SerializeToString,
+            ),
+            'ListPools': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPools,
+                    request_deserializer=kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.ListPoolsRequest.FromString,
+                    response_serializer=kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.ListPoolsResponse.SerializeToString,
+            ),
+            'UpdateSequences': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateSequences,
+                    request_deserializer=kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.UpdateSequencesRequest.FromString,
+                    response_serializer=kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.UpdateSequencesResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'kvplane.kvmanager.v1.KvManagerService', rpc_method_handlers)
@@ -163,7 +236,7 @@ def add_KvManagerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvManagerService(object):
-    """KvManagerService shows and steers the block pool.
+    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop.
     """
 
     @staticmethod
@@ -318,6 +391,114 @@ class KvManagerService(object):
             '/kvplane.kvmanager.v1.KvManagerService/ResetPrefixCache',
             kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ResetPrefixCacheRequest.SerializeToString,
             kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenPool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.kvmanager.v1.KvManagerService/OpenPool',
+            kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.OpenPoolRequest.SerializeToString,
+            kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.OpenPoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClosePool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.kvmanager.v1.KvManagerService/ClosePool',
+            kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.ClosePoolRequest.SerializeToString,
+            kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.ClosePoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPools(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.kvmanager.v1.KvManagerService/ListPools',
+            kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.ListPoolsRequest.SerializeToString,
+            kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.ListPoolsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateSequences(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.kvmanager.v1.KvManagerService/UpdateSequences',
+            kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.UpdateSequencesRequest.SerializeToString,
+            kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.UpdateSequencesResponse.FromString,
             options,
             channel_credentials,
             insecure,

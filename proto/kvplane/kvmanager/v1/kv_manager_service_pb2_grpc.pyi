@@ -8,6 +8,7 @@ import collections.abc
 import grpc
 import grpc.aio
 import kvplane.kvmanager.v1.kv_manager_service_pb2
+import kvplane.kvmanager.v1.sequence_pool_pb2
 import typing
 
 _T = typing.TypeVar("_T")
@@ -21,7 +22,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class KvManagerServiceStub:
-    """KvManagerService shows and steers the block pool."""
+    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop."""
 
     @typing.overload
     def __new__(cls, channel: grpc.Channel) -> KvManagerServiceStub: ...
@@ -52,10 +53,24 @@ class KvManagerServiceStub:
     """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Errors:
     FAILED_PRECONDITION while a request holds blocks.
     """
+    OpenPool: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.sequence_pool_pb2.OpenPoolRequest, kvplane.kvmanager.v1.sequence_pool_pb2.OpenPoolResponse]
+    """OpenPool makes a pool for an engine that runs its own loop and holds its own K/V: the block-table API. Such pools
+    have nothing to do with the one that the manager's executors use. Errors: INVALID_ARGUMENT for a bad value,
+    ALREADY_EXISTS for an open pool's id, RESOURCE_EXHAUSTED when there are too many pools, or blocks in all of them.
+    """
+    ClosePool: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.sequence_pool_pb2.ClosePoolRequest, kvplane.kvmanager.v1.sequence_pool_pb2.ClosePoolResponse]
+    """ClosePool forgets a pool and its sequences. Errors: NOT_FOUND."""
+    ListPools: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.sequence_pool_pb2.ListPoolsRequest, kvplane.kvmanager.v1.sequence_pool_pb2.ListPoolsResponse]
+    """ListPools returns the open pools, in the order they were opened."""
+    UpdateSequences: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.sequence_pool_pb2.UpdateSequencesRequest, kvplane.kvmanager.v1.sequence_pool_pb2.UpdateSequencesResponse]
+    """UpdateSequences opens, extends, commits, forks and closes sequences of a pool, many at once: one call a step of the engine.
+    What is wrong with one operation is in its result. Errors of the whole: NOT_FOUND for a pool that is not open or whose
+    lease ran out, ABORTED for a batch_id that is neither the next nor the newest, INVALID_ARGUMENT for too many operations.
+    """
 
 @typing.type_check_only
 class KvManagerServiceAsyncStub(KvManagerServiceStub):
-    """KvManagerService shows and steers the block pool."""
+    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     GetStats: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.GetStatsRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.GetStatsResponse]  # type: ignore[assignment]
@@ -83,9 +98,23 @@ class KvManagerServiceAsyncStub(KvManagerServiceStub):
     """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Errors:
     FAILED_PRECONDITION while a request holds blocks.
     """
+    OpenPool: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.sequence_pool_pb2.OpenPoolRequest, kvplane.kvmanager.v1.sequence_pool_pb2.OpenPoolResponse]  # type: ignore[assignment]
+    """OpenPool makes a pool for an engine that runs its own loop and holds its own K/V: the block-table API. Such pools
+    have nothing to do with the one that the manager's executors use. Errors: INVALID_ARGUMENT for a bad value,
+    ALREADY_EXISTS for an open pool's id, RESOURCE_EXHAUSTED when there are too many pools, or blocks in all of them.
+    """
+    ClosePool: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.sequence_pool_pb2.ClosePoolRequest, kvplane.kvmanager.v1.sequence_pool_pb2.ClosePoolResponse]  # type: ignore[assignment]
+    """ClosePool forgets a pool and its sequences. Errors: NOT_FOUND."""
+    ListPools: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.sequence_pool_pb2.ListPoolsRequest, kvplane.kvmanager.v1.sequence_pool_pb2.ListPoolsResponse]  # type: ignore[assignment]
+    """ListPools returns the open pools, in the order they were opened."""
+    UpdateSequences: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.sequence_pool_pb2.UpdateSequencesRequest, kvplane.kvmanager.v1.sequence_pool_pb2.UpdateSequencesResponse]  # type: ignore[assignment]
+    """UpdateSequences opens, extends, commits, forks and closes sequences of a pool, many at once: one call a step of the engine.
+    What is wrong with one operation is in its result. Errors of the whole: NOT_FOUND for a pool that is not open or whose
+    lease ran out, ABORTED for a batch_id that is neither the next nor the newest, INVALID_ARGUMENT for too many operations.
+    """
 
 class KvManagerServiceServicer(metaclass=abc.ABCMeta):
-    """KvManagerService shows and steers the block pool."""
+    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop."""
 
     @abc.abstractmethod
     def GetStats(
@@ -146,6 +175,44 @@ class KvManagerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvplane.kvmanager.v1.kv_manager_service_pb2.ResetPrefixCacheResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.kv_manager_service_pb2.ResetPrefixCacheResponse]]:
         """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Errors:
         FAILED_PRECONDITION while a request holds blocks.
+        """
+
+    @abc.abstractmethod
+    def OpenPool(
+        self,
+        request: kvplane.kvmanager.v1.sequence_pool_pb2.OpenPoolRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvplane.kvmanager.v1.sequence_pool_pb2.OpenPoolResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.sequence_pool_pb2.OpenPoolResponse]]:
+        """OpenPool makes a pool for an engine that runs its own loop and holds its own K/V: the block-table API. Such pools
+        have nothing to do with the one that the manager's executors use. Errors: INVALID_ARGUMENT for a bad value,
+        ALREADY_EXISTS for an open pool's id, RESOURCE_EXHAUSTED when there are too many pools, or blocks in all of them.
+        """
+
+    @abc.abstractmethod
+    def ClosePool(
+        self,
+        request: kvplane.kvmanager.v1.sequence_pool_pb2.ClosePoolRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvplane.kvmanager.v1.sequence_pool_pb2.ClosePoolResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.sequence_pool_pb2.ClosePoolResponse]]:
+        """ClosePool forgets a pool and its sequences. Errors: NOT_FOUND."""
+
+    @abc.abstractmethod
+    def ListPools(
+        self,
+        request: kvplane.kvmanager.v1.sequence_pool_pb2.ListPoolsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvplane.kvmanager.v1.sequence_pool_pb2.ListPoolsResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.sequence_pool_pb2.ListPoolsResponse]]:
+        """ListPools returns the open pools, in the order they were opened."""
+
+    @abc.abstractmethod
+    def UpdateSequences(
+        self,
+        request: kvplane.kvmanager.v1.sequence_pool_pb2.UpdateSequencesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvplane.kvmanager.v1.sequence_pool_pb2.UpdateSequencesResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.sequence_pool_pb2.UpdateSequencesResponse]]:
+        """UpdateSequences opens, extends, commits, forks and closes sequences of a pool, many at once: one call a step of the engine.
+        What is wrong with one operation is in its result. Errors of the whole: NOT_FOUND for a pool that is not open or whose
+        lease ran out, ABORTED for a batch_id that is neither the next nor the newest, INVALID_ARGUMENT for too many operations.
         """
 
 def add_KvManagerServiceServicer_to_server(servicer: KvManagerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -1,0 +1,326 @@
+"""The block-table API: tables for an engine that runs its own loop and holds its own K/V.
+
+Station: made by ``AsyncClient.open_pool`` and ``Client.open_pool``. An engine sends one batch of operations a step,
+and gets one result for each.
+
+Example::
+
+    with Client("localhost:50051") as client, client.open_pool(num_blocks=256, block_size=16) as pool:
+        (table,) = pool.update([OpenSequence("a", token_ids)])
+        # compute token_ids[table.num_computed_tokens:] into the slots of table.block_ids, sample a token
+        pool.update([CommitSequence("a", len(token_ids)), ExtendSequence("a", [token])])
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TypeAlias
+
+from kvplane.common.v1 import common_pb2
+from kvplane.kvmanager.v1 import sequence_pool_pb2 as pb
+
+from kvplane_client.errors import InternalError, InvalidArgumentError, KvPlaneError, error_from_wire
+
+__all__ = [
+    "BlockShortage",
+    "CloseSequence",
+    "CommitSequence",
+    "ExtendSequence",
+    "ForkSequence",
+    "OpenSequence",
+    "SequenceDone",
+    "SequenceOperation",
+    "SequencePool",
+    "SequencePoolInfo",
+    "SequenceResult",
+    "SequenceTable",
+    "pool_info_from",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSequence:
+    """Begin a sequence. Answered with its table.
+
+    Attributes:
+        sequence_id: Names it.
+        token_ids: What it begins with; at least one.
+        num_slots: How many tokens the table must hold; 0 for those given.
+        priority: The highest value gives way first; among equals, whoever was opened last.
+        cache_salt: Separates prefix caches.
+        lora_id: The adapter it runs with.
+        lora_revision: The adapter's weights.
+    """
+
+    sequence_id: str
+    token_ids: Sequence[int]
+    num_slots: int = 0
+    priority: int = 0
+    cache_salt: str = ""
+    lora_id: str = ""
+    lora_revision: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendSequence:
+    """Make room for more tokens, and the slots that are not computed yet the sequence's own. Answered with its table.
+
+    Attributes:
+        sequence_id: Whose.
+        token_ids: Tokens that became known since.
+        num_slots: How many tokens the table must hold; 0 for all known ones.
+    """
+
+    sequence_id: str
+    token_ids: Sequence[int] = ()
+    num_slots: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CommitSequence:
+    """Say up to where the engine's memory holds a sequence: its full blocks can be hit from now on."""
+
+    sequence_id: str
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForkSequence:
+    """Begin a sequence that shares another one's blocks; whoever extends first copies. Answered with its table.
+
+    Attributes:
+        sequence_id: The one that is branched.
+        new_sequence_id: Names the branch.
+        num_tokens: How many tokens they have in common; 0 for all that was committed.
+        priority: The branch's.
+    """
+
+    sequence_id: str
+    new_sequence_id: str
+    num_tokens: int = 0
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSequence:
+    """End a sequence. What it holds stays cached until the blocks are needed."""
+
+    sequence_id: str
+
+
+SequenceOperation: TypeAlias = OpenSequence | ExtendSequence | CommitSequence | ForkSequence | CloseSequence
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTable:
+    """A sequence's block table after an operation.
+
+    Attributes:
+        block_ids: The whole table: token ``i`` belongs into block ``block_ids[i // block_size]``.
+        num_computed_tokens: How many of its tokens have K/V in these blocks.
+        copies: Pairs of source and target block, to copy whole and in order before anything is written.
+    """
+
+    block_ids: tuple[int, ...]
+    num_computed_tokens: int
+    copies: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShortage:
+    """Too few blocks are free; nothing has changed.
+
+    Attributes:
+        needed_blocks: How many the operation takes.
+        free_blocks: How many are free.
+        victim_ids: Sequences that should give way, first to last: close them, and ask again. Empty when the asking
+            sequence comes last itself: wait until another one closes, or close it.
+    """
+
+    needed_blocks: int
+    free_blocks: int
+    victim_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceDone:
+    """An operation succeeded that has no table to show."""
+
+
+SequenceResult: TypeAlias = SequenceTable | BlockShortage | SequenceDone | KvPlaneError
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePoolInfo:
+    """A pool at one moment; see ``SequencePoolInfo`` in the contract. Times are in seconds."""
+
+    pool_id: str
+    num_blocks: int
+    block_size: int
+    free_blocks: int
+    cached_blocks: int
+    num_sequences: int
+    prefix_queries: int
+    prefix_hits: int
+    lease_seconds: float
+    lease_remaining_seconds: float
+    last_batch_id: int
+
+
+class SequencePool:
+    """One engine's pool; an asynchronous context manager that closes it.
+
+    One batch is under way at a time: calls wait for each other. A batch whose answer was lost is sent again, and not
+    applied twice.
+
+    Attributes:
+        info: The pool as it was opened.
+    """
+
+    def __init__(
+        self,
+        info: SequencePoolInfo,
+        update: Callable[[pb.UpdateSequencesRequest], Awaitable[pb.UpdateSequencesResponse]],
+        close: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self.info = info
+        self._update = update
+        self._close = close
+        self._lock = asyncio.Lock()
+        self._last_batch_id = info.last_batch_id
+        self._tables: dict[str, tuple[int, ...]] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def update(self, operations: Iterable[SequenceOperation] = ()) -> list[SequenceResult]:
+        """Applies operations in order. Without any it renews the lease.
+
+        Returns:
+            For each operation its result: a table, done, a shortage of blocks, or the error that it was refused with.
+            One that fails changes nothing and stops no other.
+
+        Raises:
+            InvalidArgumentError: A value cannot be sent at all, or there are too many operations.
+            NotFoundError: The pool's lease ran out, or the manager was started anew: open another.
+            AbortedError: Somebody else uses this pool.
+        """
+        async with self._lock:
+            done = list(operations)
+            request = pb.UpdateSequencesRequest(
+                pool_id=self.info.pool_id, batch_id=self._last_batch_id + 1, operations=map(_to_operation, done)
+            )
+            response = await self._update(request)
+            self._last_batch_id = response.batch_id
+            if len(response.results) != len(done):
+                raise InternalError(f"expected {len(done)} results, got {len(response.results)}: report it")
+            return [self._result(*pair) for pair in zip(done, response.results, strict=True)]
+
+    async def close(self) -> None:
+        """Closes the pool. Raises NotFoundError when it is gone already."""
+        await self._close(self.info.pool_id)
+
+    def _result(self, operation: SequenceOperation, result: pb.SequenceResult) -> SequenceResult:
+        match result.WhichOneof("result"):
+            case "table":
+                return self._table(operation, result.table)
+            case "done":
+                if isinstance(operation, CloseSequence):
+                    del self._tables[operation.sequence_id]
+                return SequenceDone()
+            case "shortage":
+                shortage = result.shortage
+                return BlockShortage(shortage.needed_blocks, shortage.free_blocks, tuple(shortage.victim_ids))
+            case "error":
+                return error_from_wire(result.error)
+            case _:
+                raise InternalError("expected a result that this client knows, got none: use a newer client")
+
+    def _table(self, operation: SequenceOperation, message: pb.SequenceTable) -> SequenceTable:
+        name = operation.new_sequence_id if isinstance(operation, ForkSequence) else operation.sequence_id
+        kept = self._tables.get(name, ())[: message.first_block]
+        block_ids = self._tables[name] = kept + _values(message.block_ids)
+        copies = zip(_values(message.copy_source_ids), _values(message.copy_target_ids), strict=True)
+        return SequenceTable(block_ids, message.num_computed_tokens, tuple(copies))
+
+
+def pool_info_from(message: pb.SequencePoolInfo) -> SequencePoolInfo:
+    """Returns the pool that a message describes."""
+    return SequencePoolInfo(
+        pool_id=message.pool_id,
+        num_blocks=message.num_blocks,
+        block_size=message.block_size,
+        free_blocks=message.free_blocks,
+        cached_blocks=message.cached_blocks,
+        num_sequences=message.num_sequences,
+        prefix_queries=message.prefix_queries,
+        prefix_hits=message.prefix_hits,
+        lease_seconds=message.lease_ms / 1e3,
+        lease_remaining_seconds=message.lease_remaining_ms / 1e3,
+        last_batch_id=message.last_batch_id,
+    )
+
+
+def _to_operation(operation: SequenceOperation) -> pb.SequenceOperation:
+    try:
+        match operation:
+            case OpenSequence():
+                return pb.SequenceOperation(
+                    open=pb.OpenSequence(
+                        sequence_id=operation.sequence_id,
+                        token_ids=_column(operation.token_ids),
+                        num_slots=operation.num_slots,
+                        priority=operation.priority,
+                        cache_salt=operation.cache_salt,
+                        lora_id=operation.lora_id,
+                        lora_revision=operation.lora_revision,
+                    )
+                )
+            case ExtendSequence():
+                return pb.SequenceOperation(
+                    extend=pb.ExtendSequence(
+                        sequence_id=operation.sequence_id,
+                        token_ids=_column(operation.token_ids),
+                        num_slots=operation.num_slots,
+                    )
+                )
+            case CommitSequence():
+                return pb.SequenceOperation(
+                    commit=pb.CommitSequence(
+                        sequence_id=operation.sequence_id, num_computed_tokens=operation.num_computed_tokens
+                    )
+                )
+            case ForkSequence():
+                return pb.SequenceOperation(
+                    fork=pb.ForkSequence(
+                        sequence_id=operation.sequence_id,
+                        new_sequence_id=operation.new_sequence_id,
+                        num_tokens=operation.num_tokens,
+                        priority=operation.priority,
+                    )
+                )
+            case CloseSequence():
+                return pb.SequenceOperation(close=pb.CloseSequence(sequence_id=operation.sequence_id))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgumentError(
+            f"{type(operation).__name__}: expected values that fit the contract: {error}"
+        ) from error
+
+
+def _column(values: Sequence[int]) -> common_pb2.Int32Array:
+    return common_pb2.Int32Array(data=array("i", values).tobytes())
+
+
+def _values(column: common_pb2.Int32Array) -> tuple[int, ...]:
+    values = array("i")
+    values.frombytes(column.data)
+    return tuple(values)

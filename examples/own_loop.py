@@ -1,0 +1,294 @@
+"""An engine with its own loop on KVPlane's block tables: transformers computes, the manager keeps the books.
+
+The process holds the weights and the paged K/V; the manager, over gRPC, says which block each token goes to, what of a
+prompt is there already, what to copy when branches part, and who should give way when blocks run short. Every output
+is compared with what transformers' own `generate` makes of the prompt.
+
+    kvplane up --backend sim &
+    python examples/own_loop.py --model ~/.cache/kvplane/models/SmolLM2-135M-Instruct.Q4_1.gguf
+
+Needs the `executor` extra (torch, transformers). The manager needs no executor for this, and no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+
+from kvplane_client import (
+    BlockShortage,
+    Client,
+    CloseSequence,
+    CommitSequence,
+    ExtendSequence,
+    ForkSequence,
+    KvPlaneError,
+    OpenSequence,
+    SequenceOperation,
+    SequenceTable,
+    SyncSequencePool,
+)
+
+PREAMBLE = (
+    "You are the librarian of a small town. People ask you about books, places and history, and you answer in one "
+    "short, friendly sentence. When you do not know, you say so.\n\n"
+)
+QUESTIONS = ("Question: What is the capital of France?\nAnswer:", "Question: Who wrote Hamlet?\nAnswer:")
+
+
+@dataclass
+class Running:
+    """A sequence that this engine computes.
+
+    Attributes:
+        tokens: prompt and output.
+        table: its blocks, as the manager said last.
+        computed: how many of its tokens have K/V in them.
+    """
+
+    name: str
+    tokens: list[int]
+    num_prompt_tokens: int
+    limit: int
+    table: tuple[int, ...] = ()
+    computed: int = 0
+    cached: list[int] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has all its tokens."""
+        return len(self.tokens) >= self.limit
+
+
+class PagedMemory:
+    """The physical K/V. Shape: keys and values are (layers, num_blocks * block_size, kv_heads, head_dim)."""
+
+    def __init__(self, model: PreTrainedModel, num_blocks: int, block_size: int) -> None:
+        config = model.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (config.num_hidden_layers, num_blocks * block_size, config.num_key_value_heads, head_dim)
+        self.block_size = block_size
+        self.keys = torch.zeros(shape, dtype=model.dtype)
+        self.values = torch.zeros(shape, dtype=model.dtype)
+
+    def slots(self, table: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+        """Where the tokens [start, stop) of a sequence with this table lie."""
+        positions = torch.arange(start, stop)
+        return torch.tensor(table)[positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a block in all layers."""
+        for memory in (self.keys, self.values):
+            blocks = memory.view(memory.shape[0], -1, self.block_size, *memory.shape[2:])
+            blocks[:, target] = blocks[:, source]
+
+    def read(self, slots: torch.Tensor) -> DynamicCache:
+        """What transformers is to attend to."""
+        cache = DynamicCache()
+        for layer in range(len(self.keys)):
+            keys, values = (memory[layer, slots].transpose(0, 1)[None] for memory in (self.keys, self.values))
+            cache.update(keys, values, layer)
+        return cache
+
+    def write(self, slots: torch.Tensor, cache: DynamicCache) -> None:
+        """Keep the newest tokens of a cache."""
+        for layer, held in enumerate(cache.layers):
+            self.keys[layer, slots] = held.keys[0, :, -len(slots) :].transpose(0, 1)
+            self.values[layer, slots] = held.values[0, :, -len(slots) :].transpose(0, 1)
+
+
+class Engine:
+    """A loop of its own: one token of every running sequence a step, one batch of operations to the manager a step."""
+
+    def __init__(self, model: PreTrainedModel, pool: SyncSequencePool) -> None:
+        self.model = model
+        self.pool = pool
+        self.memory = PagedMemory(model, pool.info.num_blocks, pool.info.block_size)
+        self.running: dict[str, Running] = {}
+        self.waiting: deque[Running] = deque()
+        self.finished: dict[str, Running] = {}
+        self.num_computed = self.num_preempted = self.num_copies = 0
+
+    def add(self, name: str, prompt: list[int], max_tokens: int) -> None:
+        """Queue a prompt."""
+        self.waiting.append(Running(name, list(prompt), len(prompt), len(prompt) + max_tokens))
+
+    def run(self) -> None:
+        """Work until everything queued has finished."""
+        while self.running or self.waiting:
+            self._admit()
+            for sequence in list(self.running.values()):
+                if sequence.name in self.running:  # it may have given way to one before it
+                    self._step(sequence)
+
+    def fork(self, name: str, new_name: str) -> None:
+        """Branch a running sequence where it stands; the manager copies blocks when the branches part."""
+        parent = self.running[name]
+        (result,) = self.pool.update([ForkSequence(name, new_name)])
+        table = self._table(result)
+        branch = Running(new_name, list(parent.tokens), parent.num_prompt_tokens, parent.limit)
+        branch.table, branch.computed = table.block_ids, table.num_computed_tokens
+        self.running[new_name] = branch
+
+    def _admit(self) -> None:
+        """Open what waits, as long as there are blocks."""
+        while self.waiting:
+            sequence = self.waiting[0]
+            (result,) = self.pool.update([OpenSequence(sequence.name, sequence.tokens)])
+            if isinstance(result, BlockShortage):
+                if not self.running:
+                    raise RuntimeError(f"{sequence.name} needs {result.needed_blocks} blocks: the pool is too small")
+                return
+            self.waiting.popleft()
+            table = self._table(result)
+            sequence.table, sequence.computed = table.block_ids, table.num_computed_tokens
+            sequence.cached.append(table.num_computed_tokens)
+            self.running[sequence.name] = sequence
+
+    def _step(self, sequence: Running) -> None:
+        """Compute what is new of a sequence, and take its likeliest next token."""
+        token = int(self.compute(sequence).argmax())
+        operations: list[SequenceOperation] = [CommitSequence(sequence.name, sequence.computed)]
+        sequence.tokens.append(token)
+        if sequence.is_done:
+            self.finished[sequence.name] = self.running.pop(sequence.name)
+            self.pool.update([*operations, CloseSequence(sequence.name)])
+            return
+        committed, result = self.pool.update([*operations, ExtendSequence(sequence.name, [token])])
+        if isinstance(committed, KvPlaneError):
+            raise committed
+        self._take(sequence, [token], result)
+
+    def branch(self, sequence: Running, token: int) -> None:
+        """Go on with a token of the caller's choice."""
+        sequence.tokens.append(token)
+        (result,) = self.pool.update([ExtendSequence(sequence.name, [token])])
+        self._take(sequence, [token], result)
+
+    def compute(self, sequence: Running) -> torch.Tensor:
+        """Compute the tokens that have no K/V yet. Returns the logits after the last. Shape: (vocab_size,)."""
+        start, stop = sequence.computed, len(sequence.tokens)
+        cache = self.memory.read(self.memory.slots(sequence.table, 0, start)) if start else DynamicCache()
+        with torch.inference_mode():
+            logits = self.model(torch.tensor([sequence.tokens[start:]]), past_key_values=cache, logits_to_keep=1).logits
+        self.memory.write(self.memory.slots(sequence.table, start, stop), cache)
+        self.num_computed += stop - start
+        sequence.computed = stop
+        return logits[0, -1]
+
+    def _take(self, sequence: Running, tokens: list[int], result: object) -> None:
+        """Take the table that came back; when blocks run short, let those give way that the manager names."""
+        while isinstance(result, BlockShortage):
+            for name in result.victim_ids or (sequence.name,):
+                self._preempt(self.running.pop(name))
+            if sequence.name not in self.running:
+                return
+            (result,) = self.pool.update([ExtendSequence(sequence.name, tokens)])
+        table = self._table(result)
+        sequence.table = table.block_ids
+        for source, target in table.copies:
+            self.memory.copy(source, target)
+            self.num_copies += 1
+
+    def _preempt(self, sequence: Running) -> None:
+        self.pool.update([CloseSequence(sequence.name)])
+        sequence.table, sequence.computed = (), 0
+        self.waiting.appendleft(sequence)
+        self.num_preempted += 1
+
+    @staticmethod
+    def _table(result: object) -> SequenceTable:
+        if isinstance(result, KvPlaneError):
+            raise result
+        assert isinstance(result, SequenceTable), result
+        return result
+
+
+def main() -> int:
+    """Run three demonstrations. Returns 0 when every output is that of `generate`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--server", default="localhost:50051", help="the manager's address")
+    parser.add_argument("--model", required=True, type=Path, help="a folder with weights, or a GGUF file")
+    parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    folder, gguf = (options.model, None) if options.model.is_dir() else (options.model.parent, options.model.name)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=torch.float32).eval()
+    prompts = [tokenizer(PREAMBLE + question).input_ids for question in QUESTIONS]
+    expected = [_reference(model, prompt, options.max_tokens) for prompt in prompts]
+
+    with Client(options.server) as client:
+        with client.open_pool(num_blocks=64) as pool:
+            print("1. two questions with one preamble: the second finds it computed")
+            engine = Engine(model, pool)
+            good = True
+            for name, prompt, right in zip("ab", prompts, expected, strict=True):
+                engine.add(name, prompt, options.max_tokens)
+                engine.run()
+                good &= _show(tokenizer, engine.finished[name], right)
+
+            print("2. two branches of one sequence: blocks are shared until they part")
+            engine.add("c", prompts[0], options.max_tokens)
+            good &= _branches(tokenizer, model, engine, options.max_tokens)
+            print(f"   {engine.num_copies} blocks copied")
+
+        # One of them needs 7 to 8 blocks of 16: both do not fit.
+        needed = -(-max(len(prompt) + options.max_tokens for prompt in prompts) // 16)
+        with client.open_pool(num_blocks=1 + needed + 2, enable_prefix_caching=False) as pool:
+            print(f"3. both at once in {needed + 2} blocks: one gives way, and comes back")
+            engine = Engine(model, pool)
+            for name, prompt in zip("ab", prompts, strict=True):
+                engine.add(name, prompt, options.max_tokens)
+            engine.run()
+            for name, right in zip("ab", expected, strict=True):
+                good &= _show(tokenizer, engine.finished[name], right)
+            print(f"   {engine.num_preempted} preemptions, {engine.num_computed} tokens computed")
+    print("every token is that of transformers' generate" if good else "SOME TOKENS DIFFER")
+    return 0 if good else 1
+
+
+def _branches(tokenizer: object, model: PreTrainedModel, engine: Engine, max_tokens: int) -> bool:
+    """Branch after the prompt with the two likeliest tokens, as a beam search would begin."""
+    engine._admit()  # noqa: SLF001
+    sequence = engine.running["c"]
+    prompt = list(sequence.tokens)
+    likeliest = engine.compute(sequence).topk(2).indices.tolist()
+    engine.pool.update([CommitSequence("c", sequence.computed)])
+    engine.fork("c", "d")
+    for name, token in zip("cd", likeliest, strict=True):
+        engine.branch(engine.running[name], token)
+    engine.run()
+    good = True
+    for name, token in zip("cd", likeliest, strict=True):
+        right = [token, *_reference(model, [*prompt, token], max_tokens - 1)]
+        good &= _show(tokenizer, engine.finished[name], right)
+    return good
+
+
+def _reference(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    """The next `count` tokens as transformers makes them by itself."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, min_new_tokens=count
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def _show(tokenizer: object, sequence: Running, expected: list[int]) -> bool:
+    got = sequence.tokens[sequence.num_prompt_tokens :]
+    text = tokenizer.decode(got, skip_special_tokens=True)  # type: ignore[attr-defined]
+    cached = f", {sequence.cached[-1]} of {sequence.num_prompt_tokens} prompt tokens cached" if sequence.cached else ""
+    print(f"   {sequence.name}: {text.strip()!r}{cached}, {'exact' if got == expected else f'expected {expected}'}")
+    return got == expected
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+"""Block tables for an engine that runs its own loop: the same cache, without a scheduler.
+
+Station: called by `servicers.sequences` for each operation of a batch; the only user of its `KVCacheManager`. The
+engine decides what is computed when; the pool decides which blocks that goes to, and who should give way when they run
+short.
+
+    open ─▶ (extend ─▶ the engine computes ─▶ commit) … ─▶ close
+                        fork at any time between two steps
+
+An operation that is refused, or that finds too few blocks, has changed nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmanager_service.core.errors import (
+    DuplicateRequestError,
+    InvalidRequestError,
+    PoolExhaustedError,
+    UnknownRequestError,
+)
+from kvmanager_service.core.extra_keys import LoraAdapter, check_extra_keys
+from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.request import TOKEN_BYTES, NewRequest, Request, StopRules
+
+_NO_TOKENS_TO_COME = StopRules(max_tokens=0)
+
+
+@dataclass(frozen=True, slots=True)
+class TableChange:
+    """What became of a block table.
+
+    Attributes:
+        first_block: where in the table block_ids belong; those before are as they were.
+        block_ids: the table from there to its end.
+        num_computed_tokens: tokens whose K/V these blocks hold.
+        copies: pairs of source and target, to copy whole and in order before anything is written.
+    """
+
+    first_block: int
+    block_ids: bytes
+    num_computed_tokens: int
+    copies: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShortage:
+    """Too few blocks are free; nothing has changed.
+
+    Attributes:
+        needed_blocks: how many the operation takes.
+        free_blocks: how many are free.
+        victim_ids: sequences that should give way, first to last; empty when the asking one comes before all others.
+    """
+
+    needed_blocks: int
+    free_blocks: int
+    victim_ids: tuple[str, ...]
+
+
+class SequencePool:
+    """The sequences of one engine.
+
+    Args:
+        kv: its block tables.
+
+    Attributes:
+        sequences: open ones by id, in the order they were opened.
+        prefix_queries: tokens that sequences were opened with.
+        prefix_hits: those of them whose K/V was found.
+    """
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        self.kv = kv
+        self.sequences: dict[str, Request] = {}
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self._next_seq = 0
+
+    def open(
+        self,
+        sequence_id: str,
+        token_bytes: bytes,
+        num_slots: int = 0,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        lora: LoraAdapter | None = None,
+    ) -> TableChange | BlockShortage:
+        """Begin a sequence with what the cache holds of it, and blocks for the rest.
+
+        Args:
+            sequence_id: names it.
+            token_bytes: its tokens, little-endian int32; at least one.
+            num_slots: how many tokens its table must hold; 0 for those given.
+            priority: a higher one gives way first.
+            cache_salt: separates prefix caches.
+            lora: the adapter it runs with.
+
+        Raises:
+            DuplicateRequestError: the id is open.
+            InvalidRequestError: no token, fewer slots than tokens, or more than the pool will ever hold.
+        """
+        self._require_new(sequence_id)
+        new = NewRequest(
+            sequence_id, token_bytes, _NO_TOKENS_TO_COME, priority=priority, cache_salt=cache_salt, lora=lora
+        )
+        sequence = Request(new, self._next_seq)
+        check_extra_keys(lora, (), sequence.num_tokens)
+        if not sequence.num_tokens:
+            raise _invalid("token_ids", "at least one token", "none")
+        num_slots = self._slots(sequence, sequence.num_tokens, num_slots)
+        self._require_room(num_slots)
+        hits = self.kv.get_computed_blocks(sequence)
+        if not self.kv.allocate_slots(sequence, num_slots, hits):
+            num_free_hits = sum(block.ref_cnt == 0 for block in hits)
+            return self._shortage(sequence, self.kv.num_blocks_for(num_slots) - len(hits) + num_free_hits)
+        self._add(sequence)
+        self.prefix_queries += sequence.num_tokens
+        self.prefix_hits += sequence.num_computed_tokens
+        return TableChange(0, bytes(sequence.block_id_bytes), sequence.num_computed_tokens)
+
+    def extend(self, sequence_id: str, token_bytes: bytes, num_slots: int = 0) -> TableChange | BlockShortage:
+        """Make a table hold more tokens, and make the slots that are not computed yet the sequence's own.
+
+        Args:
+            sequence_id: whose.
+            token_bytes: tokens that became known since, little-endian int32.
+            num_slots: how many tokens the table must hold; 0 for all known ones.
+
+        Raises:
+            UnknownRequestError: no such sequence.
+            InvalidRequestError: fewer slots than known tokens.
+            PoolExhaustedError: more slots than the pool will ever hold.
+        """
+        sequence = self._known(sequence_id)
+        num_tokens = sequence.num_tokens + len(token_bytes) // TOKEN_BYTES
+        num_slots = self._slots(sequence, num_tokens, num_slots)
+        if self.kv.num_blocks_for(num_slots) > self.kv.pool.num_usable_blocks:
+            raise PoolExhaustedError(
+                "POOL_EXHAUSTED",
+                f"expected a sequence that the pool's {self.kv.pool.num_usable_blocks} blocks of {self.kv.block_size} "
+                f"tokens can hold, got one of {num_slots} tokens; close it, or open a larger pool",
+                num_slots=num_slots,
+                num_blocks=self.kv.pool.num_usable_blocks,
+            )
+        before = len(sequence.blocks)
+        if not self.kv.allocate_slots(sequence, num_slots):
+            needed = max(self.kv.num_blocks_for(num_slots) - before, 0) + self.kv.shares_tail(sequence)
+            return self._shortage(sequence, needed)
+        copies = tuple((copy.source_id, copy.target_id) for copy in self.kv.take_copies())
+        sequence.token_bytes += token_bytes
+        sequence.num_tokens = num_tokens
+        first = before if not copies else sequence.num_computed_tokens // self.kv.block_size
+        return TableChange(
+            first, bytes(sequence.block_id_bytes[first * TOKEN_BYTES :]), sequence.num_computed_tokens, copies
+        )
+
+    def commit(self, sequence_id: str, num_computed_tokens: int) -> None:
+        """Note up to where the engine's memory holds a sequence; blocks that are full of it can be hit from now on.
+
+        Raises:
+            UnknownRequestError: no such sequence.
+            InvalidRequestError: fewer than before, more than are known, or more than the table holds.
+        """
+        sequence = self._known(sequence_id)
+        most = min(sequence.num_tokens, len(sequence.blocks) * self.kv.block_size)
+        if not sequence.num_computed_tokens <= num_computed_tokens <= most:
+            raise _invalid(
+                "num_computed_tokens",
+                f"{sequence.num_computed_tokens} (as before) to {most} (known, and in the table)",
+                num_computed_tokens,
+            )
+        sequence.num_computed_tokens = num_computed_tokens
+        self.kv.cache_blocks(sequence, 0)
+
+    def fork(self, sequence_id: str, new_sequence_id: str, num_tokens: int = 0, *, priority: int = 0) -> TableChange:
+        """Begin a sequence that shares the blocks of another one's first tokens. Takes no block.
+
+        Args:
+            sequence_id: the one that is branched.
+            new_sequence_id: names the branch.
+            num_tokens: how many they have in common; 0 for all that was committed.
+            priority: the branch's.
+
+        Raises:
+            UnknownRequestError: no such sequence.
+            DuplicateRequestError: the new id is open.
+            InvalidRequestError: more tokens than were committed, or none.
+        """
+        parent = self._known(sequence_id)
+        self._require_new(new_sequence_id)
+        num_tokens = num_tokens or parent.num_computed_tokens
+        if not 1 <= num_tokens <= parent.num_computed_tokens:
+            raise _invalid("num_tokens", f"1 to {parent.num_computed_tokens} (committed)", num_tokens)
+        new = NewRequest(new_sequence_id, parent.tokens(0, num_tokens), _NO_TOKENS_TO_COME, priority=priority)
+        child = Request(new, self._next_seq)
+        child.extra_keys = parent.extra_keys
+        self.kv.fork(parent, child, num_tokens)
+        self._add(child)
+        return TableChange(0, bytes(child.block_id_bytes), child.num_computed_tokens)
+
+    def close(self, sequence_id: str) -> None:
+        """End a sequence; its cached blocks can be hit until they are needed. Raises UnknownRequestError."""
+        self.kv.free(self._known(sequence_id))
+        del self.sequences[sequence_id]
+
+    def check_integrity(self) -> None:
+        """Check the pool against all tables. Raises AssertionError."""
+        self.kv.check_integrity(self.sequences.values())
+
+    def _add(self, sequence: Request) -> None:
+        self._next_seq += 1
+        self.sequences[sequence.request_id] = sequence
+
+    def _known(self, sequence_id: str) -> Request:
+        sequence = self.sequences.get(sequence_id)
+        if sequence is None:
+            raise UnknownRequestError(
+                "SEQUENCE_NOT_FOUND",
+                f"expected the id of an open sequence, got {sequence_id!r}; open it first",
+                sequence_id=sequence_id,
+            )
+        return sequence
+
+    def _require_new(self, sequence_id: str) -> None:
+        if sequence_id in self.sequences:
+            raise DuplicateRequestError(
+                "SEQUENCE_ID_IN_USE",
+                f"expected a sequence_id that is not open, got {sequence_id!r}; choose another, or close that one",
+                sequence_id=sequence_id,
+            )
+
+    def _require_room(self, num_slots: int) -> None:
+        needed, usable = self.kv.num_blocks_for(num_slots), self.kv.pool.num_usable_blocks
+        if needed > usable:
+            raise InvalidRequestError(
+                "SEQUENCE_TOO_LONG",
+                f"expected at most {usable * self.kv.block_size} tokens (the pool's {usable} blocks of "
+                f"{self.kv.block_size}), got {num_slots}; shorten it, or open a larger pool",
+                num_slots=num_slots,
+                num_blocks=usable,
+            )
+
+    @staticmethod
+    def _slots(sequence: Request, num_tokens: int, num_slots: int) -> int:
+        """How many tokens the table must hold when `num_tokens` are known."""
+        if num_slots and num_slots < num_tokens:
+            raise _invalid("num_slots", f"at least {num_tokens} (the known tokens), or 0 for as many", num_slots)
+        return num_slots or num_tokens
+
+    def _shortage(self, sequence: Request, needed: int) -> BlockShortage:
+        return BlockShortage(needed, self.kv.pool.num_free_blocks, self._victims(sequence, needed))
+
+    def _victims(self, sequence: Request, needed: int) -> tuple[str, ...]:
+        """Who should give way: sequences that rank behind this one, the last first, until enough blocks come free."""
+        missing = needed - self.kv.pool.num_free_blocks
+        dropped: dict[int, int] = {}
+        victims: list[Request] = []
+        for victim in sorted(self.sequences.values(), key=_rank, reverse=True):
+            if missing <= 0 or _rank(victim) <= _rank(sequence):
+                break
+            victims.append(victim)
+            for block in victim.blocks:
+                dropped[block.block_id] = dropped.get(block.block_id, 0) + 1
+                missing -= dropped[block.block_id] == block.ref_cnt
+        if missing > 0:
+            return ()
+        # Whoever holds nothing but what others keep would give way for nothing.
+        return tuple(
+            victim.request_id
+            for victim in victims
+            if any(dropped[block.block_id] == block.ref_cnt for block in victim.blocks)
+        )
+
+
+def _rank(sequence: Request) -> tuple[int, int]:
+    """Who comes first: the lowest priority value, then whoever was opened first."""
+    return sequence.priority, sequence.arrival_seq
+
+
+def _invalid(field: str, expected: str, got: object) -> InvalidRequestError:
+    return InvalidRequestError(
+        "INVALID_PARAMETER", f"{field}: expected {expected}, got {got}", field=field, expected=expected, got=got
+    )
+
+
+__all__ = ["BlockShortage", "SequencePool", "TableChange"]

@@ -1,0 +1,193 @@
+"""The block-table API of `KvManagerService`: from messages to operations on a pool, and back.
+
+Station: called by `servicers.kv_manager`. What is wrong with one operation becomes its result; the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvplane.common.v1 import common_pb2
+from kvplane.kvmanager.v1 import sequence_pool_pb2 as pb
+
+from kvmanager_service.core.errors import CoreError, InvalidRequestError
+from kvmanager_service.core.extra_keys import LoraAdapter
+from kvmanager_service.core.request import TOKEN_BYTES
+from kvmanager_service.core.sequence_pool import BlockShortage, SequencePool, TableChange
+from kvmanager_service.errors import to_status
+from kvmanager_service.sequence_pools import OpenedPool, PoolSpec, SequencePools
+
+__all__ = ["MAX_OPERATIONS", "Pools", "close_pool", "list_pools", "open_pool", "update_sequences"]
+
+MAX_OPERATIONS = 16_384
+MAX_ID_CHARS = 128
+MAX_SALT_CHARS = 256
+
+Pools = SequencePools[pb.UpdateSequencesResponse]
+
+
+async def open_pool(pools: Pools, request: pb.OpenPoolRequest) -> pb.OpenPoolResponse:
+    """Serve `OpenPool`; see the proto."""
+    spec = PoolSpec(
+        request.pool_id,
+        request.num_blocks,
+        request.block_size,
+        not request.disable_prefix_caching,
+        request.eviction_policy,
+        request.lease_ms,
+    )
+    return pb.OpenPoolResponse(pool=_to_info(await pools.open(spec)))
+
+
+def close_pool(pools: Pools, request: pb.ClosePoolRequest) -> pb.ClosePoolResponse:
+    """Serve `ClosePool`; see the proto."""
+    pools.close(request.pool_id)
+    return pb.ClosePoolResponse()
+
+
+def list_pools(pools: Pools) -> pb.ListPoolsResponse:
+    """Serve `ListPools`; see the proto."""
+    return pb.ListPoolsResponse(pools=map(_to_info, pools.list()))
+
+
+def update_sequences(pools: Pools, request: pb.UpdateSequencesRequest) -> pb.UpdateSequencesResponse:
+    """Serve `UpdateSequences`; see the proto."""
+    if len(request.operations) > MAX_OPERATIONS:
+        raise _invalid("operations", f"at most {MAX_OPERATIONS}", len(request.operations))
+    pool = pools.use(request.pool_id)
+
+    def apply() -> pb.UpdateSequencesResponse:
+        return pb.UpdateSequencesResponse(
+            batch_id=request.batch_id,
+            results=[_apply(pool.sequences, operation) for operation in request.operations],
+        )
+
+    try:
+        return pool.once(request.batch_id, request.SerializeToString(deterministic=True), apply)
+    except CoreError:
+        raise
+    except Exception:
+        pools.drop_broken(pool)
+        raise
+
+
+def _apply(pool: SequencePool, operation: pb.SequenceOperation) -> pb.SequenceResult:
+    kind = operation.WhichOneof("operation")
+    try:
+        if kind is None:
+            raise _invalid("operation", "one that is set", "none")
+        outcome = _OPERATIONS[kind](pool, getattr(operation, kind))
+    except CoreError as error:
+        return pb.SequenceResult(error=to_status(error).to_proto())
+    if outcome is None:
+        return pb.SequenceResult(done=pb.SequenceDone())
+    if isinstance(outcome, BlockShortage):
+        return pb.SequenceResult(
+            shortage=pb.BlockShortage(
+                needed_blocks=outcome.needed_blocks, free_blocks=outcome.free_blocks, victim_ids=outcome.victim_ids
+            )
+        )
+    return pb.SequenceResult(table=_to_table(outcome))
+
+
+def _open(pool: SequencePool, message: pb.OpenSequence) -> TableChange | BlockShortage:
+    _check_id("sequence_id", message.sequence_id)
+    _check_length("cache_salt", message.cache_salt, 0, MAX_SALT_CHARS)
+    if message.lora_revision and not message.lora_id:
+        raise _invalid("lora_revision", "none without lora_id", repr(message.lora_revision))
+    return pool.open(
+        message.sequence_id,
+        _tokens(message.token_ids),
+        _slots(message.num_slots),
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        lora=LoraAdapter(message.lora_id, message.lora_revision) if message.lora_id else None,
+    )
+
+
+def _extend(pool: SequencePool, message: pb.ExtendSequence) -> TableChange | BlockShortage:
+    return pool.extend(message.sequence_id, _tokens(message.token_ids), _slots(message.num_slots))
+
+
+def _commit(pool: SequencePool, message: pb.CommitSequence) -> None:
+    pool.commit(message.sequence_id, message.num_computed_tokens)
+
+
+def _fork(pool: SequencePool, message: pb.ForkSequence) -> TableChange:
+    _check_id("new_sequence_id", message.new_sequence_id)
+    return pool.fork(message.sequence_id, message.new_sequence_id, message.num_tokens, priority=message.priority)
+
+
+def _close(pool: SequencePool, message: pb.CloseSequence) -> None:
+    pool.close(message.sequence_id)
+
+
+_OPERATIONS: dict[str, Callable[[SequencePool, Any], TableChange | BlockShortage | None]] = {
+    "open": _open,
+    "extend": _extend,
+    "commit": _commit,
+    "fork": _fork,
+    "close": _close,
+}
+
+
+def _to_table(change: TableChange) -> pb.SequenceTable:
+    table = pb.SequenceTable(
+        first_block=change.first_block,
+        block_ids=common_pb2.Int32Array(data=change.block_ids),
+        num_computed_tokens=change.num_computed_tokens,
+    )
+    if change.copies:
+        table.copy_source_ids.data = b"".join(source.to_bytes(4, "little") for source, _ in change.copies)
+        table.copy_target_ids.data = b"".join(target.to_bytes(4, "little") for _, target in change.copies)
+    return table
+
+
+def _to_info(opened: OpenedPool[pb.UpdateSequencesResponse]) -> pb.SequencePoolInfo:
+    sequences = opened.sequences
+    pool = sequences.kv.pool
+    return pb.SequencePoolInfo(
+        pool_id=opened.pool_id,
+        num_blocks=len(pool.blocks),
+        block_size=sequences.kv.block_size,
+        free_blocks=pool.num_free_blocks,
+        cached_blocks=pool.num_cached_blocks,
+        num_sequences=len(sequences.sequences),
+        prefix_queries=sequences.prefix_queries,
+        prefix_hits=sequences.prefix_hits,
+        lease_ms=round(opened.lease_s * 1e3),
+        lease_remaining_ms=int(opened.lease_remaining_s * 1e3),
+        last_batch_id=opened.last_batch_id,
+    )
+
+
+def _tokens(column: common_pb2.Int32Array) -> bytes:
+    """The column's bytes. Raises InvalidRequestError for a part of a value, or a negative one."""
+    data = column.data
+    if len(data) % TOKEN_BYTES:
+        raise _invalid("token_ids", "a whole number of 4-byte values", f"{len(data)} bytes")
+    if data and max(data[TOKEN_BYTES - 1 :: TOKEN_BYTES]) > 0x7F:
+        raise _invalid("token_ids", "no negative value", "one")
+    return data
+
+
+def _slots(num_slots: int) -> int:
+    if num_slots < 0:
+        raise _invalid("num_slots", "at least 0", num_slots)
+    return num_slots
+
+
+def _check_id(field: str, value: str) -> None:
+    _check_length(field, value, 1, MAX_ID_CHARS)
+
+
+def _check_length(field: str, value: str, least: int, most: int) -> None:
+    if not least <= len(value) <= most:
+        raise _invalid(field, f"{least} to {most} characters", f"{len(value)}")
+
+
+def _invalid(field: str, expected: str, got: object) -> InvalidRequestError:
+    return InvalidRequestError(
+        "INVALID_PARAMETER", f"{field}: expected {expected}, got {got}", field=field, expected=expected, got=got
+    )

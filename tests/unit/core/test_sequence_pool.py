@@ -1,0 +1,316 @@
+"""Block tables for engines with a loop of their own: what a naive engine reads through them is what it wrote."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvmanager_service.core.errors import (
+    DuplicateRequestError,
+    InvalidRequestError,
+    PoolExhaustedError,
+    UnknownRequestError,
+)
+from kvmanager_service.core.extra_keys import LoraAdapter
+from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.sequence_pool import BlockShortage, SequencePool, TableChange
+
+BLOCK = 4
+
+
+def make_pool(num_blocks: int = 9) -> SequencePool:
+    return SequencePool(KVCacheManager(num_blocks, BLOCK))
+
+
+def tokens(values: Sequence[int]) -> bytes:
+    return array("i", values).tobytes()
+
+
+def table(change: TableChange | BlockShortage) -> list[int]:
+    assert isinstance(change, TableChange), change
+    values = array("i")
+    values.frombytes(change.block_ids)
+    return values.tolist()
+
+
+def opened(pool: SequencePool, name: str, length: int, **options: int) -> list[int]:
+    """A sequence of its own tokens, all committed."""
+    begin = (len(pool.sequences) + 1) * 1_000
+    change = pool.open(name, tokens(range(begin, begin + length)), **options)
+    pool.commit(name, length)
+    return table(change)
+
+
+def test_open_takes_blocks_for_the_tokens_and_nothing_is_cached() -> None:
+    change = make_pool().open("a", tokens(range(9)))
+    assert isinstance(change, TableChange)
+    assert (change.first_block, change.num_computed_tokens, change.copies) == (0, 0, ())
+    assert len(table(change)) == 3
+
+
+def test_num_slots_reserves_ahead() -> None:
+    assert len(table(make_pool().open("a", tokens(range(3)), 9))) == 3
+
+
+def test_committed_full_blocks_are_found_by_the_next_sequence() -> None:
+    pool = make_pool()
+    first = table(pool.open("a", tokens(range(9))))
+    pool.commit("a", 9)
+    change = pool.open("b", tokens([*range(9), 77]))
+    assert isinstance(change, TableChange)
+    assert change.num_computed_tokens == 8
+    assert table(change)[:2] == first[:2]
+    assert table(change)[2] != first[2]
+    assert (pool.prefix_queries, pool.prefix_hits) == (19, 8)
+
+
+def test_what_was_not_committed_is_no_hit() -> None:
+    pool = make_pool()
+    pool.open("a", tokens(range(9)))
+    pool.commit("a", 7)
+    change = pool.open("b", tokens(range(9)))
+    assert isinstance(change, TableChange)
+    assert change.num_computed_tokens == 4
+
+
+@pytest.mark.parametrize(
+    "other", [{"cache_salt": "s"}, {"lora": LoraAdapter("x")}, {"lora": LoraAdapter("x", "2")}], ids=str
+)
+def test_another_salt_or_adapter_shares_nothing(other: dict[str, object]) -> None:
+    pool = make_pool()
+    opened(pool, "x", 1)
+    pool.open("a", tokens(range(9)), lora=LoraAdapter("x", "1"))
+    pool.commit("a", 9)
+    change = pool.open("b", tokens(range(9)), **other)  # type: ignore[arg-type]
+    assert isinstance(change, TableChange)
+    assert change.num_computed_tokens == 0
+
+
+def test_extend_returns_what_is_new_of_the_table() -> None:
+    pool = make_pool()
+    opened(pool, "a", 4)
+    assert table(pool.extend("a", tokens([1]))) != []
+    change = pool.extend("a", tokens([2]))
+    assert isinstance(change, TableChange)
+    assert (change.first_block, table(change)) == (2, [])
+
+
+def test_fork_shares_all_blocks_and_the_first_to_extend_copies() -> None:
+    pool = make_pool()
+    blocks = opened(pool, "a", 6)
+    free = pool.kv.pool.num_free_blocks
+    assert table(pool.fork("a", "b")) == blocks
+    assert pool.kv.pool.num_free_blocks == free
+    change = pool.extend("a", tokens([50]))
+    assert isinstance(change, TableChange)
+    assert (change.first_block, change.copies) == (1, ((blocks[1], table(change)[0]),))
+    change = pool.extend("b", tokens([60]))
+    assert isinstance(change, TableChange)
+    assert change.copies == (), "the last holder writes in place"
+    pool.check_integrity()
+
+
+def test_fork_in_the_middle_of_a_cached_block_does_not_write_to_it() -> None:
+    pool = make_pool()
+    blocks = opened(pool, "a", 8)
+    pool.fork("a", "b", 6)
+    pool.close("a")
+    change = pool.extend("b", tokens([60]))
+    assert isinstance(change, TableChange)
+    reopened = pool.open("c", tokens([*range(1_000, 1_008), 1]))
+    assert isinstance(reopened, TableChange)
+    held = table(reopened)[: reopened.num_computed_tokens // BLOCK]
+    assert blocks[1] not in held or change.copies, "a block that b writes to would be hit"
+    pool.check_integrity()
+
+
+def test_a_branch_keeps_the_extra_keys() -> None:
+    pool = make_pool()
+    pool.open("a", tokens(range(6)), cache_salt="s")
+    pool.commit("a", 6)
+    pool.fork("a", "b")
+    pool.extend("b", tokens([6, 7]))
+    pool.commit("b", 8)
+    assert table(pool.open("c", tokens(range(9)), cache_salt="s"))
+    assert pool.prefix_hits == 8
+    assert pool.open("d", tokens(range(9))) != pool.open("e", tokens(range(9)), cache_salt="s")
+    assert pool.prefix_hits == 16
+
+
+def test_shortage_names_the_newest_as_victim_and_changes_nothing() -> None:
+    pool = make_pool(9)
+    opened(pool, "a", 12)
+    opened(pool, "b", 8)
+    opened(pool, "c", 12)
+    before = {name: list(sequence.block_id_bytes) for name, sequence in pool.sequences.items()}
+    shortage = pool.extend("a", tokens([1]))
+    assert shortage == BlockShortage(1, 0, ("c",))
+    assert {name: list(sequence.block_id_bytes) for name, sequence in pool.sequences.items()} == before
+    assert pool.sequences["a"].num_tokens == 12
+    pool.close("c")
+    assert isinstance(pool.extend("a", tokens([1])), TableChange)
+
+
+def test_the_highest_priority_value_gives_way_first() -> None:
+    pool = make_pool(7)
+    opened(pool, "a", 8, priority=5)
+    opened(pool, "b", 8)
+    opened(pool, "c", 8)
+    assert pool.extend("b", tokens([1])) == BlockShortage(1, 0, ("a",))
+
+
+def test_who_comes_last_is_told_to_wait() -> None:
+    pool = make_pool(5)
+    opened(pool, "a", 8)
+    opened(pool, "b", 8)
+    assert pool.extend("b", tokens([1])) == BlockShortage(1, 0, ())
+    assert pool.open("c", tokens([1, 2])) == BlockShortage(1, 0, ())
+
+
+def test_nobody_gives_way_for_no_gain() -> None:
+    pool = make_pool(5)
+    opened(pool, "a", 8)
+    opened(pool, "b", 8)
+    pool.fork("a", "c")  # holds nothing of its own
+    assert pool.extend("a", tokens([1])) == BlockShortage(1, 0, ("b",))
+
+
+def test_victims_that_share_blocks_give_way_together() -> None:
+    pool = make_pool(5)
+    opened(pool, "a", 4)
+    opened(pool, "b", 12)
+    pool.fork("b", "c")
+    assert pool.extend("a", tokens([1])) == BlockShortage(1, 0, ("c", "b"))
+
+
+def test_impossible_work_is_refused_at_once() -> None:
+    pool = make_pool(5)
+    with pytest.raises(InvalidRequestError, match="16 tokens"):
+        pool.open("a", tokens(range(17)))
+    opened(pool, "a", 16)
+    with pytest.raises(PoolExhaustedError, match="4 blocks"):
+        pool.extend("a", tokens([1]))
+
+
+def test_errors_say_what_is_wrong_and_change_nothing() -> None:
+    pool = make_pool()
+    opened(pool, "a", 6)
+    before = pool.kv.pool.num_free_blocks
+    with pytest.raises(DuplicateRequestError):
+        pool.open("a", tokens([1]))
+    with pytest.raises(DuplicateRequestError):
+        pool.fork("a", "a")
+    for call in (
+        lambda: pool.extend("b", b""),
+        lambda: pool.commit("b", 1),
+        lambda: pool.fork("b", "c"),
+        lambda: pool.close("b"),
+    ):
+        with pytest.raises(UnknownRequestError, match="'b'"):
+            call()
+    for call in (
+        lambda: pool.open("b", b""),
+        lambda: pool.open("b", tokens(range(5)), 4),
+        lambda: pool.extend("a", tokens([1]), 6),
+        lambda: pool.commit("a", 5),
+        lambda: pool.commit("a", 7),
+        lambda: pool.fork("a", "b", 7),
+    ):
+        with pytest.raises(InvalidRequestError):
+            call()
+    assert pool.kv.pool.num_free_blocks == before
+    assert list(pool.sequences) == ["a"]
+
+
+class NaiveEngine(RuleBasedStateMachine):
+    """An engine whose K/V is the sequence up to the token: what it reads must be what it would have computed."""
+
+    NUM_BLOCKS = 12
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = make_pool(self.NUM_BLOCKS)
+        self.memory: dict[int, tuple[int, ...]] = {}
+        self.texts: dict[str, list[int]] = {}
+        self.tables: dict[str, list[int]] = {}
+        self.next_name = 0
+
+    def name(self) -> str:
+        self.next_name += 1
+        return f"s{self.next_name}"
+
+    def take(self, name: str, change: TableChange) -> None:
+        """Do the copies, then keep the table."""
+        for source, target in change.copies:
+            for place in range(BLOCK):
+                self.memory[target * BLOCK + place] = self.memory.get(source * BLOCK + place, ())
+        kept = self.tables.get(name, [])[: change.first_block]
+        self.tables[name] = kept + table(change)
+
+    def compute(self, name: str) -> None:
+        """Write what is not computed yet, and commit."""
+        text = self.texts[name]
+        for position in range(self.pool.sequences[name].num_computed_tokens, len(text)):
+            block = self.tables[name][position // BLOCK]
+            self.memory[block * BLOCK + position % BLOCK] = tuple(text[: position + 1])
+        self.pool.commit(name, len(text))
+
+    @rule(text=st.lists(st.integers(0, 1), min_size=1, max_size=14), priority=st.integers(0, 1))
+    def open(self, text: list[int], priority: int) -> None:
+        name = self.name()
+        change = self.pool.open(name, tokens(text), priority=priority)
+        if isinstance(change, TableChange):
+            self.texts[name] = text
+            self.take(name, change)
+            self.compute(name)
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), text=st.lists(st.integers(0, 1), min_size=1, max_size=6))
+    def extend(self, data: st.DataObject, text: list[int]) -> None:
+        name = data.draw(st.sampled_from(sorted(self.texts)))
+        if len(self.texts[name]) + len(text) > (self.NUM_BLOCKS - 1) * BLOCK:
+            return
+        change = self.pool.extend(name, tokens(text))
+        while isinstance(change, BlockShortage):
+            if not change.victim_ids:
+                return
+            for victim in change.victim_ids:
+                self.close(victim)
+            change = self.pool.extend(name, tokens(text))
+            assert isinstance(change, TableChange), "the victims named did not suffice"
+        self.texts[name] = self.texts[name] + text
+        self.take(name, change)
+        self.compute(name)
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent = data.draw(st.sampled_from(sorted(self.texts)))
+        length = data.draw(st.integers(1, len(self.texts[parent])))
+        name = self.name()
+        self.take(name, self.pool.fork(parent, name, length))
+        self.texts[name] = self.texts[parent][:length]
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def close_one(self, data: st.DataObject) -> None:
+        self.close(data.draw(st.sampled_from(sorted(self.texts))))
+
+    def close(self, name: str) -> None:
+        self.pool.close(name)
+        del self.texts[name], self.tables[name]
+
+    @invariant()
+    def every_sequence_reads_what_it_is(self) -> None:
+        self.pool.check_integrity()
+        for name, text in self.texts.items():
+            for position in range(len(text)):
+                slot = self.tables[name][position // BLOCK] * BLOCK + position % BLOCK
+                assert self.memory[slot] == tuple(text[: position + 1]), (name, position)
+
+
+TestNaiveEngine = NaiveEngine.TestCase
