@@ -13,14 +13,13 @@ Needs the `executor` extra (torch, transformers). The manager needs no executor 
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
-
 from kvplane_client import (
     BlockShortage,
     Client,
@@ -31,9 +30,11 @@ from kvplane_client import (
     KvPlaneError,
     OpenSequence,
     SequenceOperation,
+    SequenceResult,
     SequenceTable,
     SyncSequencePool,
 )
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 PREAMBLE = (
     "You are the librarian of a small town. People ask you about books, places and history, and you answer in one "
@@ -109,6 +110,9 @@ class Engine:
     def __init__(self, model: PreTrainedModel, pool: SyncSequencePool) -> None:
         self.model = model
         self.pool = pool
+        # What older versions of transformers call it.
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self.memory = PagedMemory(model, pool.info.num_blocks, pool.info.block_size)
         self.running: dict[str, Running] = {}
         self.waiting: deque[Running] = deque()
@@ -122,92 +126,99 @@ class Engine:
     def run(self) -> None:
         """Work until everything queued has finished."""
         while self.running or self.waiting:
-            self._admit()
-            for sequence in list(self.running.values()):
-                if sequence.name in self.running:  # it may have given way to one before it
-                    self._step(sequence)
+            self.admit()
+            self.step()
 
-    def fork(self, name: str, new_name: str) -> None:
-        """Branch a running sequence where it stands; the manager copies blocks when the branches part."""
-        parent = self.running[name]
-        (result,) = self.pool.update([ForkSequence(name, new_name)])
-        table = self._table(result)
-        branch = Running(new_name, list(parent.tokens), parent.num_prompt_tokens, parent.limit)
-        branch.table, branch.computed = table.block_ids, table.num_computed_tokens
-        self.running[new_name] = branch
-
-    def _admit(self) -> None:
+    def admit(self) -> None:
         """Open what waits, as long as there are blocks."""
         while self.waiting:
             sequence = self.waiting[0]
-            (result,) = self.pool.update([OpenSequence(sequence.name, sequence.tokens)])
+            (result,) = self._update([OpenSequence(sequence.name, sequence.tokens)])
             if isinstance(result, BlockShortage):
                 if not self.running:
                     raise RuntimeError(f"{sequence.name} needs {result.needed_blocks} blocks: the pool is too small")
                 return
-            self.waiting.popleft()
-            table = self._table(result)
-            sequence.table, sequence.computed = table.block_ids, table.num_computed_tokens
-            sequence.cached.append(table.num_computed_tokens)
-            self.running[sequence.name] = sequence
+            assert isinstance(result, SequenceTable)
+            sequence.table, sequence.computed = result.block_ids, result.num_computed_tokens
+            sequence.cached.append(result.num_computed_tokens)
+            self.running[sequence.name] = self.waiting.popleft()
 
-    def _step(self, sequence: Running) -> None:
-        """Compute what is new of a sequence, and take its likeliest next token."""
-        token = int(self.compute(sequence).argmax())
-        operations: list[SequenceOperation] = [CommitSequence(sequence.name, sequence.computed)]
-        sequence.tokens.append(token)
-        if sequence.is_done:
+    def step(self) -> None:
+        """Compute what is new of every sequence and take its likeliest next token; tell the manager all at once."""
+        for sequence in self.running.values():
+            sequence.tokens.append(int(self.compute(sequence).argmax()))
+        done = [sequence for sequence in self.running.values() if sequence.is_done]
+        growing = [sequence for sequence in self.running.values() if not sequence.is_done]
+        operations: list[SequenceOperation] = [
+            CommitSequence(sequence.name, sequence.computed) for sequence in self.running.values()
+        ]
+        operations += [CloseSequence(sequence.name) for sequence in done]
+        operations += [ExtendSequence(sequence.name, sequence.tokens[-1:]) for sequence in growing]
+        results = self._update(operations)
+        for sequence in done:
             self.finished[sequence.name] = self.running.pop(sequence.name)
-            self.pool.update([*operations, CloseSequence(sequence.name)])
-            return
-        committed, result = self.pool.update([*operations, ExtendSequence(sequence.name, [token])])
-        if isinstance(committed, KvPlaneError):
-            raise committed
-        self._take(sequence, [token], result)
+        for sequence, result in zip(growing, results[len(operations) - len(growing) :], strict=True):
+            self._take(sequence, result)
 
-    def branch(self, sequence: Running, token: int) -> None:
+    def fork(self, name: str, new_name: str) -> None:
+        """Branch a running sequence where it stands; the manager copies blocks when the branches part."""
+        parent = self.running[name]
+        (result,) = self._update([ForkSequence(name, new_name)])
+        assert isinstance(result, SequenceTable)
+        branch = Running(new_name, list(parent.tokens), parent.num_prompt_tokens, parent.limit)
+        branch.table, branch.computed = result.block_ids, result.num_computed_tokens
+        self.running[new_name] = branch
+
+    def choose(self, name: str, token: int) -> None:
         """Go on with a token of the caller's choice."""
+        sequence = self.running[name]
         sequence.tokens.append(token)
-        (result,) = self.pool.update([ExtendSequence(sequence.name, [token])])
-        self._take(sequence, [token], result)
+        self._take(sequence, *self._update([ExtendSequence(name, [token])]))
 
     def compute(self, sequence: Running) -> torch.Tensor:
         """Compute the tokens that have no K/V yet. Returns the logits after the last. Shape: (vocab_size,)."""
         start, stop = sequence.computed, len(sequence.tokens)
         cache = self.memory.read(self.memory.slots(sequence.table, 0, start)) if start else DynamicCache()
         with torch.inference_mode():
-            logits = self.model(torch.tensor([sequence.tokens[start:]]), past_key_values=cache, logits_to_keep=1).logits
+            inputs = {self._cache_argument: cache, "logits_to_keep": 1}
+            logits = self.model(torch.tensor([sequence.tokens[start:]]), **inputs).logits
         self.memory.write(self.memory.slots(sequence.table, start, stop), cache)
         self.num_computed += stop - start
         sequence.computed = stop
         return logits[0, -1]
 
-    def _take(self, sequence: Running, tokens: list[int], result: object) -> None:
+    def commit(self, name: str) -> None:
+        """Tell the manager what was computed of a sequence."""
+        self._update([CommitSequence(name, self.running[name].computed)])
+
+    def _take(self, sequence: Running, result: SequenceResult) -> None:
         """Take the table that came back; when blocks run short, let those give way that the manager names."""
-        while isinstance(result, BlockShortage):
+        while isinstance(result, BlockShortage) and sequence.name in self.running:
             for name in result.victim_ids or (sequence.name,):
                 self._preempt(self.running.pop(name))
-            if sequence.name not in self.running:
-                return
-            (result,) = self.pool.update([ExtendSequence(sequence.name, tokens)])
-        table = self._table(result)
-        sequence.table = table.block_ids
-        for source, target in table.copies:
+            if sequence.name in self.running:
+                (result,) = self._update([ExtendSequence(sequence.name, sequence.tokens[-1:])])
+        if sequence.name not in self.running:
+            return  # it gave way, now or to one before it
+        assert isinstance(result, SequenceTable)
+        sequence.table = result.block_ids
+        for source, target in result.copies:
             self.memory.copy(source, target)
             self.num_copies += 1
 
+    def _update(self, operations: list[SequenceOperation]) -> list[SequenceResult]:
+        """Send a batch; an operation that was refused is a fault of this engine."""
+        results = self.pool.update(operations)
+        for result in results:
+            if isinstance(result, KvPlaneError):
+                raise result
+        return results
+
     def _preempt(self, sequence: Running) -> None:
-        self.pool.update([CloseSequence(sequence.name)])
+        self._update([CloseSequence(sequence.name)])
         sequence.table, sequence.computed = (), 0
         self.waiting.appendleft(sequence)
         self.num_preempted += 1
-
-    @staticmethod
-    def _table(result: object) -> SequenceTable:
-        if isinstance(result, KvPlaneError):
-            raise result
-        assert isinstance(result, SequenceTable), result
-        return result
 
 
 def main() -> int:
@@ -240,10 +251,9 @@ def main() -> int:
             good &= _branches(tokenizer, model, engine, options.max_tokens)
             print(f"   {engine.num_copies} blocks copied")
 
-        # One of them needs 7 to 8 blocks of 16: both do not fit.
-        needed = -(-max(len(prompt) + options.max_tokens for prompt in prompts) // 16)
-        with client.open_pool(num_blocks=1 + needed + 2, enable_prefix_caching=False) as pool:
-            print(f"3. both at once in {needed + 2} blocks: one gives way, and comes back")
+        room = sum(-(-len(prompt) // 16) for prompt in prompts)
+        with client.open_pool(num_blocks=1 + room, enable_prefix_caching=False) as pool:
+            print(f"3. both at once in the {room} blocks of their prompts: one gives way, and comes back")
             engine = Engine(model, pool)
             for name, prompt in zip("ab", prompts, strict=True):
                 engine.add(name, prompt, options.max_tokens)
@@ -257,14 +267,14 @@ def main() -> int:
 
 def _branches(tokenizer: object, model: PreTrainedModel, engine: Engine, max_tokens: int) -> bool:
     """Branch after the prompt with the two likeliest tokens, as a beam search would begin."""
-    engine._admit()  # noqa: SLF001
+    engine.admit()
     sequence = engine.running["c"]
     prompt = list(sequence.tokens)
     likeliest = engine.compute(sequence).topk(2).indices.tolist()
-    engine.pool.update([CommitSequence("c", sequence.computed)])
+    engine.commit("c")
     engine.fork("c", "d")
     for name, token in zip("cd", likeliest, strict=True):
-        engine.branch(engine.running[name], token)
+        engine.choose(name, token)
     engine.run()
     good = True
     for name, token in zip("cd", likeliest, strict=True):

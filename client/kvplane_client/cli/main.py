@@ -12,7 +12,7 @@ import grpc
 import typer
 
 from kvplane_client._version import __version__
-from kvplane_client.cli import chat, events, generate, inventory, model, options, plan, replay, stats, up
+from kvplane_client.cli import chat, events, generate, inventory, model, options, plan, pools, replay, stats, up
 from kvplane_client.cli.output import print_json
 
 __all__ = ["app"]
@@ -61,6 +61,7 @@ app.command()(chat.chat)
 app.command()(stats.stats)
 app.command()(inventory.requests)
 app.add_typer(inventory.blocks_app, name="blocks")
+app.command()(pools.pools)
 app.command()(events.events)
 app.command()(stats.executors)
 app.command()(stats.abort)

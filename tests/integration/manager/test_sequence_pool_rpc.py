@@ -1,0 +1,222 @@
+"""The block-table API over gRPC, through the client library and as bare messages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from kvplane.common.v1 import common_pb2
+from kvplane.kvmanager.v1 import kv_manager_service_pb2_grpc
+from kvplane.kvmanager.v1 import sequence_pool_pb2 as pb
+from kvplane_client import (
+    AlreadyExistsError,
+    AsyncClient,
+    BlockShortage,
+    CloseSequence,
+    CommitSequence,
+    ExtendSequence,
+    ForkSequence,
+    InvalidArgumentError,
+    NotFoundError,
+    OpenSequence,
+    ResourceExhaustedError,
+    SequenceDone,
+    SequencePool,
+    SequenceTable,
+)
+
+from kvmanager_service import sequence_pools
+from tests.integration.manager.fake_engine import Manager, details
+
+
+@pytest.fixture
+async def client(manager: Manager) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(f"127.0.0.1:{manager.server.port}") as made:
+        yield made
+
+
+@pytest.fixture
+async def pool(client: AsyncClient) -> AsyncIterator[SequencePool]:
+    async with await client.open_pool(9, 4, pool_id="p") as made:
+        yield made
+
+
+async def test_one_step_of_an_engine_is_one_call(pool: SequencePool) -> None:
+    opened = await pool.update([OpenSequence("a", range(6))])
+    assert opened == [SequenceTable(opened[0].block_ids, 0)]  # type: ignore[union-attr]
+    done, extended, forked, branch = await pool.update(
+        [
+            CommitSequence("a", 6),
+            ExtendSequence("a", [6]),
+            ForkSequence("a", "b"),
+            ExtendSequence("b", [7]),
+        ]
+    )
+    assert done == SequenceDone()
+    assert isinstance(extended, SequenceTable)
+    assert isinstance(forked, SequenceTable)
+    assert isinstance(branch, SequenceTable)
+    assert extended == opened[0] or extended.num_computed_tokens == 6
+    assert forked == SequenceTable(extended.block_ids, 6)
+    assert branch.copies == ((extended.block_ids[1], branch.block_ids[1]),)
+    assert branch.block_ids[0] == extended.block_ids[0]
+
+
+async def test_one_refused_operation_disturbs_no_other(pool: SequencePool) -> None:
+    results = await pool.update(
+        [
+            OpenSequence("a", range(4)),
+            OpenSequence("a", range(4)),
+            CommitSequence("a", 5),
+            ExtendSequence("nobody"),
+            OpenSequence("", [1]),
+            OpenSequence("b", [-1]),
+            OpenSequence("b", [1], lora_revision="1"),
+            OpenSequence("b", range(99)),
+            ExtendSequence("a", num_slots=-1),
+            CommitSequence("a", 4),
+        ]
+    )
+    kinds = [type(result) for result in results]
+    assert kinds == [
+        SequenceTable,
+        AlreadyExistsError,
+        InvalidArgumentError,
+        NotFoundError,
+        InvalidArgumentError,
+        InvalidArgumentError,
+        InvalidArgumentError,
+        InvalidArgumentError,
+        InvalidArgumentError,
+        SequenceDone,
+    ]
+    assert "expected" in str(results[2])
+
+
+async def test_a_shortage_comes_with_advice(pool: SequencePool) -> None:
+    await pool.update([OpenSequence("a", range(16)), OpenSequence("b", range(100, 116))])
+    assert await pool.update([ExtendSequence("a", [1])]) == [BlockShortage(1, 0, ("b",))]
+    closed, extended = await pool.update([CloseSequence("b"), ExtendSequence("a", [1])])
+    assert closed == SequenceDone()
+    assert isinstance(extended, SequenceTable)
+    assert len(extended.block_ids) == 5
+
+
+async def test_an_operation_that_is_empty_is_refused(manager: Manager, pool: SequencePool) -> None:
+    stub = kv_manager_service_pb2_grpc.KvManagerServiceStub(manager.channel)
+    request = pb.UpdateSequencesRequest(pool_id="p", batch_id=1, operations=[pb.SequenceOperation()])
+    response = await stub.UpdateSequences(request)
+    assert response.results[0].error.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+
+
+async def test_half_a_token_is_refused(manager: Manager, pool: SequencePool) -> None:
+    stub = kv_manager_service_pb2_grpc.KvManagerServiceStub(manager.channel)
+    half = pb.OpenSequence(sequence_id="a", token_ids=common_pb2.Int32Array(data=b"\0\0\0\0\0\0"))
+    request = pb.UpdateSequencesRequest(pool_id="p", batch_id=1, operations=[pb.SequenceOperation(open=half)])
+    assert "whole number" in (await stub.UpdateSequences(request)).results[0].error.message
+
+
+async def test_a_batch_sent_again_is_not_applied_again(manager: Manager, pool: SequencePool) -> None:
+    stub = kv_manager_service_pb2_grpc.KvManagerServiceStub(manager.channel)
+
+    def batch(batch_id: int, name: str) -> pb.UpdateSequencesRequest:
+        tokens = common_pb2.Int32Array(data=bytes(16))
+        opened = pb.OpenSequence(sequence_id=name, token_ids=tokens)
+        return pb.UpdateSequencesRequest(pool_id="p", batch_id=batch_id, operations=[pb.SequenceOperation(open=opened)])
+
+    first = await stub.UpdateSequences(batch(1, "a"))
+    assert await stub.UpdateSequences(batch(1, "a")) == first
+    for stale in (batch(1, "b"), batch(3, "b"), batch(0, "b")):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.UpdateSequences(stale)
+        assert refused.value.code() is grpc.StatusCode.ABORTED
+        assert details(refused.value)[0] == "STALE_BATCH"
+    assert (await stub.UpdateSequences(batch(2, "b"))).results[0].WhichOneof("result") == "table"
+
+
+async def test_pools_are_listed_and_closed(client: AsyncClient, pool: SequencePool) -> None:
+    await pool.update([OpenSequence("a", range(6)), CommitSequence("a", 6), OpenSequence("b", range(6))])
+    (info,) = await client.list_pools()
+    assert (info.pool_id, info.num_blocks, info.block_size, info.num_sequences) == ("p", 9, 4, 2)
+    assert (info.free_blocks, info.cached_blocks, info.prefix_queries, info.prefix_hits) == (5, 1, 12, 4)
+    assert 0 < info.lease_remaining_seconds <= info.lease_seconds == 60
+    assert info.last_batch_id == 1
+    other = await client.open_pool(4)
+    await other.close()
+    with pytest.raises(NotFoundError, match="lease"):
+        await other.update([OpenSequence("a", [1])])
+    assert [info.pool_id for info in await client.list_pools()] == ["p"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_blocks": 1},
+        {"num_blocks": 8, "block_size": 5_000},
+        {"num_blocks": 8, "block_size": -1},
+        {"num_blocks": 8, "eviction_policy": "best"},
+        {"num_blocks": 8, "lease_seconds": 0.5},
+        {"num_blocks": 8, "pool_id": "x" * 129},
+    ],
+    ids=str,
+)
+async def test_bad_pools_are_refused(client: AsyncClient, wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgumentError, match="expected"):
+        await client.open_pool(**wrong)  # type: ignore[arg-type]
+    assert await client.list_pools() == []
+
+
+async def test_there_is_a_limit_to_pools_and_to_their_blocks(client: AsyncClient, pool: SequencePool) -> None:
+    with pytest.raises(AlreadyExistsError):
+        await client.open_pool(4, pool_id="p")
+    with pytest.raises(ResourceExhaustedError, match="max-pool-blocks"):
+        await client.open_pool(1_048_576)
+    for _ in range(15):
+        await client.open_pool(2)
+    with pytest.raises(ResourceExhaustedError, match="max-pools"):
+        await client.open_pool(2)
+
+
+async def test_a_large_pool_is_made_beside_the_loop(client: AsyncClient) -> None:
+    made, refused = await asyncio.gather(
+        client.open_pool(sequence_pools.BLOCKS_MADE_AT_ONCE + 1, pool_id="q"),
+        client.open_pool(2, pool_id="q"),
+        return_exceptions=True,
+    )
+    outcomes = sorted(type(outcome).__name__ for outcome in (made, refused))
+    assert outcomes == ["AlreadyExistsError", "SequencePool"]
+
+
+async def test_a_pool_whose_engine_is_gone_is_dropped(client: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence_pools, "MIN_LEASE_MS", 1)
+    kept = await client.open_pool(4, pool_id="kept")
+    left = await client.open_pool(4, pool_id="left", lease_seconds=0.02)
+    while len(await client.list_pools()) > 1:  # noqa: ASYNC110 - the server has no event to wait for
+        await asyncio.sleep(0.01)
+    assert (await client.list_pools())[0].pool_id == "kept"
+    with pytest.raises(NotFoundError):
+        await left.update()
+    assert await kept.update() == []
+
+
+async def test_a_broken_pool_is_dropped_and_no_other(
+    client: AsyncClient, pool: SequencePool, monkeypatch: pytest.MonkeyPatch, manager: Manager
+) -> None:
+    other = await client.open_pool(4, pool_id="other")
+
+    def fail(*_: object) -> None:
+        raise AssertionError("a broken invariant")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvmanager_service.core.sequence_pool.SequencePool.close", fail)
+        await pool.update([OpenSequence("a", [1])])
+        stub = kv_manager_service_pb2_grpc.KvManagerServiceStub(manager.channel)
+        closing = pb.SequenceOperation(close=pb.CloseSequence(sequence_id="a"))
+        with pytest.raises(grpc.aio.AioRpcError) as broken:
+            await stub.UpdateSequences(pb.UpdateSequencesRequest(pool_id="p", batch_id=2, operations=[closing]))
+        assert broken.value.code() is grpc.StatusCode.INTERNAL
+    assert [info.pool_id for info in await client.list_pools()] == ["other"]
+    await other.update([OpenSequence("a", [1])])
+    await client.open_pool(4, pool_id="p")  # for the fixture to close
