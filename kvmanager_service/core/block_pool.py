@@ -119,6 +119,12 @@ class BlockPool:
         """A request is about to free its table: tell the eviction policy, which may go by how often or by whom."""
         self.free_block_queue.note_use(blocks, retention_priority)
 
+    def overwrite(self, block: KVCacheBlock) -> None:
+        """The only holder of a block is about to write into it: what it held can not be found there any more."""
+        assert block.ref_cnt == 1, f"{block!r} would be written under another table"
+        if block.content is not None:
+            self._empty(block)
+
     def get_cached_block(
         self, block_hash: BlockHash, parent: BlockContent | None, token_bytes: bytes, extra_keys: bytes
     ) -> KVCacheBlock | None:

@@ -27,11 +27,13 @@ from kvmanager_service.core.block_hash import (
 )
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY
+from kvmanager_service.core.forks import require_forkable
 from kvmanager_service.core.group_adoption import GroupAdoption
 from kvmanager_service.core.kv_cache_manager import KVCacheManager, TaggedBlock
 from kvmanager_service.core.kv_groups import FullAttention, GroupTable, KVGroup
 from kvmanager_service.core.prefix_ledger import PrefixLedger
 from kvmanager_service.core.request import Request
+from kvmanager_service.core.step import BlockCopy, CopyDirection
 
 
 class _GroupHits:
@@ -67,6 +69,7 @@ class KVCacheCoordinator:
         block_size: tokens that every hit is a multiple of, the least common multiple of the groups' block sizes.
         prefix_size: tokens per prefix, their greatest common divisor.
         group_keys: by group, the extra key that makes the same tokens in two groups two contents.
+        copies: orders for the next step, in order; `take_copies` empties it.
 
     Invariants (`check_integrity`):
         No block is in tables of two groups. A table's entries are null before its `first`, and only there; `first` is
@@ -92,6 +95,7 @@ class KVCacheCoordinator:
         self.longest_chunk = longest_chunk
         self.enable_caching = enable_caching
         self.hash_function = hash_function
+        self.copies: list[BlockCopy] = []
         self.block_size = lcm(*(group.block_size for group in groups))
         self.prefix_size = gcd(*(group.block_size for group in groups))
         self.ledger = PrefixLedger(self.pool)
@@ -250,7 +254,7 @@ class KVCacheCoordinator:
         return not full
 
     def allocate_slots(self, request: Request, num_tokens: int) -> bool:
-        """Let a running request's tables hold what its next tokens, up to num_tokens, read and write.
+        """Let a running request's tables hold what its next tokens, up to num_tokens, read, and have what they write.
 
         What no later token reads goes back to the pool, cached. The next step may overwrite it although an outstanding
         one still reads it: steps run in the order sent.
@@ -259,6 +263,8 @@ class KVCacheCoordinator:
             False when too few blocks are free; then nothing at all has changed.
         """
         num_computed = request.num_computed_tokens
+        if request.may_share_tail:
+            return self._move_tables(request, num_tokens)
         for table in request.tables:
             if num_tokens > table.room or num_computed >= table.needed_until:
                 return self._move_tables(request, num_tokens)
@@ -273,7 +279,8 @@ class KVCacheCoordinator:
             first = group.first_needed_block(num_computed)
             firsts.append(first)
             leaving += table.blocks[table.first : first]
-        needed = sum(num_new)
+        tails = self._shared_tails(request) if request.may_share_tail else []
+        needed = sum(num_new) + len(tails)
         if needed > self.pool.num_free_blocks + sum(block.ref_cnt == 1 for block in leaving):
             return False
         if leaving:
@@ -283,7 +290,80 @@ class KVCacheCoordinator:
                 table.leave(first)
             if count:
                 table.extend(self.pool.get_new_blocks(count))
+        if request.may_share_tail:
+            self._own_tails(request, tails)
         return True
+
+    # --- tables are forked ----------------------------------------------------------------------------------------
+
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
+        """Let a request without blocks hold what goes on from another's first num_tokens tokens, in all groups.
+
+        No block is copied or taken: whoever of the two writes next into a block that both hold gets a copy then. Of a
+        recurrent state that is the state itself.
+
+        Args:
+            parent: a running one, with at least num_tokens tokens computed.
+            child: its first num_tokens tokens, and all that decides their K/V, are the parent's.
+            num_tokens: at least 1; with windows or states, not so far back that the parent's tables have left it.
+
+        Raises:
+            ValueError: that is not so; nothing has changed.
+        """
+        require_forkable(parent, child, num_tokens, self.prefix_size)
+        for index, (group, held) in enumerate(zip(self.groups, parent.tables, strict=True)):
+            is_held = held.first <= group.first_needed_block(num_tokens)
+            if not is_held or not group.can_fork(num_tokens, parent.num_computed_tokens):
+                raise ValueError(f"expected group {index} of {parent!r} to hold what token {num_tokens} reads")
+        is_cached = True
+        for group, held in zip(self.groups, parent.tables, strict=True):
+            stop = group.num_blocks_for(num_tokens)
+            first = min(group.first_needed_block(num_tokens), stop)
+            table = GroupTable(group, self.pool.null_block, first)
+            table.extend(held.blocks[first:stop])
+            num_full = num_tokens // group.block_size
+            table.cached_to(max(first, min(held.num_cached, num_full)))
+            is_cached = is_cached and table.num_cached >= num_full
+            self.pool.touch(table.blocks[first:])
+            child.tables.append(table)
+        num_prefixes = num_tokens // self.prefix_size
+        child.block_hashes = parent.block_hashes[:num_prefixes]
+        child.contents = parent.contents[:num_prefixes]
+        if child.contents:
+            self._requests_with_prefixes[child.arrival_seq] = child
+        child.is_cacheable = is_cached
+        child.num_computed_tokens = num_tokens
+        parent.may_share_tail = child.may_share_tail = True
+
+    def _shared_tails(self, request: Request) -> list[int]:
+        """The groups where another table has the block that the request's next token is written to."""
+        num_computed = request.num_computed_tokens
+        return [
+            group_index
+            for group_index, (group, table) in enumerate(zip(self.groups, request.tables, strict=True))
+            if (index := num_computed // group.block_size) < len(table.blocks) and table.blocks[index].ref_cnt > 1
+        ]
+
+    def _own_tails(self, request: Request, shared_in: list[int]) -> None:
+        """Let the blocks that the request's next token is written to be its alone, those of some groups as copies."""
+        request.may_share_tail = False
+        for group_index, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
+            index = request.num_computed_tokens // group.block_size
+            held = table.blocks[index]
+            if group_index not in shared_in:
+                self.pool.overwrite(held)
+                continue
+            (own,) = self.pool.get_new_blocks(1)
+            self.copies.append(BlockCopy(CopyDirection.DEVICE_TO_DEVICE, held.block_id, own.block_id))
+            self.pool.free_blocks((held,))
+            table.replace(index, own)
+
+    def take_copies(self) -> list[BlockCopy]:
+        """The copies that the step being made must order before its rows write."""
+        copies, self.copies = self.copies, []
+        return copies
+
+    # --- tables and the cache -------------------------------------------------------------------------------------
 
     def cache_blocks(self, request: Request, provisional_step: int) -> None:
         """Make the newly full blocks of all the request's tables findable.
@@ -344,6 +424,7 @@ class KVCacheCoordinator:
         request.tables = []
         request.contents = []
         request.is_cacheable = True
+        request.may_share_tail = False
         request.num_computed_tokens = 0
         self._requests_with_prefixes.pop(request.arrival_seq, None)
 

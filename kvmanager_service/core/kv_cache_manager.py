@@ -2,6 +2,10 @@
 
 Station: called by `Scheduler`; the only user of `BlockPool`. One KV group (full attention): a request's block i holds
 its tokens [i * block_size, (i + 1) * block_size).
+
+Requests with a common prefix hold the same blocks: by `fork`, partial ones too. Nobody writes to a block that another
+holds: who is about to gets a copy (`copies` orders it from the executor) and lets go of the original, so that the last
+holder writes in place. Source: vLLM's paper (Kwon et al., SOSP 2023) for copy on write of blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ from kvmanager_service.core.block_hash import BlockHash, HashFunction, default_h
 from kvmanager_service.core.block_history import BlockHistory, BlockMoment
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY
+from kvmanager_service.core.forks import require_forkable
 from kvmanager_service.core.request import TOKEN_BYTES, Request
+from kvmanager_service.core.step import BlockCopy, CopyDirection
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,9 @@ class KVCacheManager:
         eviction_policy: a name in `EVICTION_POLICIES`.
         events: told of every change to what can be hit; None tells nobody.
         history: told of what becomes of each block; None tells nobody.
+
+    Attributes:
+        copies: orders for the next step, in order; `take_copies` empties it.
     """
 
     def __init__(
@@ -64,6 +73,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_caching = enable_caching
         self.hash_function = hash_function
+        self.copies: list[BlockCopy] = []
         self._block_bytes = block_size * TOKEN_BYTES
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -101,7 +111,7 @@ class KVCacheManager:
     def allocate_slots(
         self, request: Request, num_tokens: int, computed_blocks: list[KVCacheBlock] | None = None, reserve: int = 0
     ) -> bool:
-        """Make the request's table hold its first num_tokens tokens.
+        """Make the request's table hold its first num_tokens tokens, the block they are written to being its own.
 
         Args:
             request: whose table grows.
@@ -114,11 +124,16 @@ class KVCacheManager:
         """
         hits = computed_blocks or []
         needed = self.num_blocks_for(num_tokens) - len(request.blocks) - len(hits)
-        if needed <= 0 and not hits:
+        if needed <= 0 and not hits and not request.may_share_tail:
             return True
+        needed = max(needed, 0)
+        num_copied = int(request.may_share_tail and self._shares_tail(request))
         num_free_hits = sum(block.ref_cnt == 0 for block in hits)
-        if needed + reserve > self.pool.num_free_blocks - num_free_hits:
+        is_short = needed + num_copied + reserve > self.pool.num_free_blocks - num_free_hits
+        if is_short and (needed or num_copied or hits):
             return False
+        if request.may_share_tail:
+            self._own_tail(request)
         if hits:
             assert not request.blocks
             self.pool.touch(hits)
@@ -131,6 +146,59 @@ class KVCacheManager:
             self._extend_table(request, blocks)
             self._note(request, blocks, BlockMoment.ALLOCATED)
         return True
+
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
+        """Let a request without blocks hold those of another's first num_tokens tokens, and count them as computed.
+
+        No block is copied or taken: whoever of the two writes next into a block that both hold gets a copy then.
+
+        Args:
+            parent: a running one, with at least num_tokens tokens computed.
+            child: its first num_tokens tokens, and all that decides their K/V, are the parent's.
+            num_tokens: at least 1.
+
+        Raises:
+            ValueError: that is not so; nothing has changed.
+        """
+        require_forkable(parent, child, num_tokens, self.block_size)
+        blocks = parent.blocks[: self.num_blocks_for(num_tokens)]
+        self.pool.touch(blocks)
+        self._extend_table(child, blocks)
+        self._note(child, blocks, BlockMoment.HIT)
+        num_full = num_tokens // self.block_size
+        child.block_hashes = parent.block_hashes[:num_full]
+        child.contents = parent.contents[:num_full]
+        child.is_cacheable = len(child.contents) == num_full
+        child.num_computed_tokens = num_tokens
+        parent.may_share_tail = child.may_share_tail = True
+
+    def _shares_tail(self, request: Request) -> bool:
+        """Whether another table has the block that the request's next token is written to."""
+        index = request.num_computed_tokens // self.block_size
+        return index < len(request.blocks) and request.blocks[index].ref_cnt > 1
+
+    def _own_tail(self, request: Request) -> None:
+        """Let the block that the request's next token is written to be its alone; a free block is there if needed."""
+        request.may_share_tail = False
+        index = request.num_computed_tokens // self.block_size
+        if index >= len(request.blocks):
+            return
+        shared = request.blocks[index]
+        if shared.ref_cnt == 1:
+            self.pool.overwrite(shared)
+            return
+        (own,) = self.pool.get_new_blocks(1)
+        self.copies.append(BlockCopy(CopyDirection.DEVICE_TO_DEVICE, shared.block_id, own.block_id))
+        self.pool.free_blocks((shared,))
+        request.blocks[index] = own
+        request.block_id_bytes[index * 4 : index * 4 + 4] = own.block_id.to_bytes(4, "little")
+        self._note(request, [shared], BlockMoment.FREED)
+        self._note(request, [own], BlockMoment.ALLOCATED)
+
+    def take_copies(self) -> list[BlockCopy]:
+        """The copies that the step being made must order before its rows write."""
+        copies, self.copies = self.copies, []
+        return copies
 
     def allocate_sequence(self, request: Request, reserve: int = 0) -> bool:
         """Give a request without blocks those of its whole known sequence, as many as can be from the cache.
@@ -214,6 +282,7 @@ class KVCacheManager:
         request.block_id_bytes = bytearray()
         request.contents = []
         request.is_cacheable = True
+        request.may_share_tail = False
         request.num_computed_tokens = 0
 
     def distrust(self, request: Request, step_id: int, *, with_table: bool) -> set[KVCacheBlock]:

@@ -88,6 +88,10 @@ class KVGroup:
             return length
         return min(length, -(-(self.reach + longest_chunk - 1) // self.block_size) + 1)
 
+    def can_fork(self, num_tokens: int, num_computed: int) -> bool:
+        """Whether a table that was filled up to num_computed also serves a sequence of its first num_tokens tokens."""
+        return True
+
     def table_end(self, num_computed: int, num_tokens: int, longest_chunk: int) -> int:
         """Table length that lets num_tokens be reached without more blocks than `most_blocks`.
 
@@ -195,6 +199,10 @@ class RecurrentState(KVGroup):
         """No: all rows of a layer start from their states at once."""
         return False
 
+    def can_fork(self, num_tokens: int, num_computed: int) -> bool:
+        """Only at a checkpoint, or where it stands: the states between are overwritten."""
+        return num_tokens == num_computed or num_tokens % self.block_size == 0
+
     @property
     def reach(self) -> int | None:
         """The state's own token."""
@@ -258,11 +266,15 @@ class GroupTable:
             self.block_id_bytes += block.block_id.to_bytes(4, "little")
         self.room = len(self.blocks) * self._block_size
 
+    def replace(self, index: int, block: KVCacheBlock) -> None:
+        """Put another block in an entry's place."""
+        self.blocks[index] = block
+        self.block_id_bytes[index * 4 : index * 4 + 4] = block.block_id.to_bytes(4, "little")
+
     def leave(self, first: int) -> None:
         """Make null all entries before `first`, which is within the table; the caller frees their blocks."""
         for index in range(self.first, first):
-            self.blocks[index] = self._null_block
-            self.block_id_bytes[index * 4 : index * 4 + 4] = self._null_block.block_id.to_bytes(4, "little")
+            self.replace(index, self._null_block)
         self.first = first
         self.needed_until = self._group.needed_until((first + 1) * self._block_size)
 

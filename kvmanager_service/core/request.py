@@ -176,6 +176,7 @@ class Request:
         tables: one block table per KV group where there are several; then blocks and block_id_bytes stay empty, and
             block_hashes and contents are of its prefixes, see `KVCacheCoordinator`.
         is_cacheable: False once a hash collision kept a block out of the cache; its successors have no verified parent.
+        may_share_tail: it was forked since it last wrote: the block that its next token goes to may be another's, too.
         incarnation: grows at each preemption, so that a late result of an earlier life is told apart.
         last_step_id: the newest step that has a row of this request.
         last_sample_index: where that step samples this request's token, or -1.
@@ -204,6 +205,7 @@ class Request:
         "last_sample_index",
         "last_step_id",
         "max_total_tokens",
+        "may_share_tail",
         "min_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -254,6 +256,7 @@ class Request:
         self.block_hashes: list[BlockHash] = []
         self.contents: list[BlockContent] = []
         self.is_cacheable = True
+        self.may_share_tail = False
         self.tables: list[GroupTable] = []
 
         self.status = RequestStatus.WAITING

@@ -12,7 +12,7 @@ from __future__ import annotations
 from kvmanager_service.core.kv_cache_coordinator import KVCache
 from kvmanager_service.core.request import Request
 from kvmanager_service.core.scheduler_config import SchedulerConfig
-from kvmanager_service.core.step import BlockCopy, ScheduledRow, Step
+from kvmanager_service.core.step import ScheduledRow, Step
 from kvmanager_service.core.tag_outbox import Tag
 
 
@@ -28,14 +28,12 @@ class StepPlan:
     Attributes:
         step_id: the step's.
         rows: in the order they were added.
-        copies: what blocks are to be copied before the rows write, in order.
         budget: tokens that may still be added.
     """
 
     def __init__(self, step_id: int, previous: Step | None, kv: KVCache, config: SchedulerConfig) -> None:
         self.step_id = step_id
         self.rows: list[ScheduledRow] = []
-        self.copies: list[BlockCopy] = []
         self.budget = config.max_num_batched_tokens
         self._longest_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._previous = previous
@@ -95,5 +93,5 @@ class StepPlan:
             num_samples,
             feeds_from_step_id=feeds_from_step_id,
             tags=tags,
-            copies=self.copies,
+            copies=self._kv.take_copies(),
         )

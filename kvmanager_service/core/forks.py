@@ -1,0 +1,30 @@
+"""Sequences with a common beginning: who may share another's blocks.
+
+Station: `KVCacheManager` and `KVCacheCoordinator` ask it before they let tables share blocks. It knows no block.
+"""
+
+from __future__ import annotations
+
+from kvmanager_service.core.request import Request
+
+
+def require_forkable(parent: Request, child: Request, num_tokens: int, block_size: int) -> None:
+    """Raise ValueError unless the K/V of the parent's first num_tokens tokens is computed and is the child's, too.
+
+    Args:
+        parent: whose blocks are to be shared.
+        child: a request without blocks.
+        num_tokens: how many tokens they are to have in common.
+        block_size: tokens per block.
+    """
+    known = min(parent.num_computed_tokens, parent.num_tokens)
+    if not 1 <= num_tokens <= known:
+        raise ValueError(f"expected to fork 1 to {known} computed tokens of {parent!r}, got {num_tokens}")
+    if child.num_computed_tokens or child.blocks or child.tables:
+        raise ValueError(f"expected a request without blocks to fork to, got {child!r}")
+    if child.tokens(0, num_tokens) != parent.tokens(0, num_tokens):
+        raise ValueError(f"expected {child!r} to begin with the {num_tokens} tokens of {parent!r}, got others")
+    num_keys = 1 if parent.spans is child.spans else -(-num_tokens // block_size)
+    for index in range(num_keys):
+        if child.keys_of_block(index, block_size) != parent.keys_of_block(index, block_size):
+            raise ValueError(f"expected {child!r} to have the extra keys of {parent!r}, got others in block {index}")
