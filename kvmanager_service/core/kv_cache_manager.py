@@ -127,7 +127,7 @@ class KVCacheManager:
         if needed <= 0 and not hits and not request.may_share_tail:
             return True
         needed = max(needed, 0)
-        num_copied = int(request.may_share_tail and self._shares_tail(request))
+        num_copied = int(request.may_share_tail and self.shares_tail(request))
         num_free_hits = sum(block.ref_cnt == 0 for block in hits)
         is_short = needed + num_copied + reserve > self.pool.num_free_blocks - num_free_hits
         if is_short and (needed or num_copied or hits):
@@ -172,7 +172,7 @@ class KVCacheManager:
         child.num_computed_tokens = num_tokens
         parent.may_share_tail = child.may_share_tail = True
 
-    def _shares_tail(self, request: Request) -> bool:
+    def shares_tail(self, request: Request) -> bool:
         """Whether another table has the block that the request's next token is written to."""
         index = request.num_computed_tokens // self.block_size
         return index < len(request.blocks) and request.blocks[index].ref_cnt > 1
