@@ -149,11 +149,13 @@ class Engine:
             sequence.tokens.append(int(self.compute(sequence).argmax()))
         done = [sequence for sequence in self.running.values() if sequence.is_done]
         growing = [sequence for sequence in self.running.values() if not sequence.is_done]
-        operations: list[SequenceOperation] = [
-            CommitSequence(sequence.name, sequence.computed) for sequence in self.running.values()
-        ]
-        operations += [CloseSequence(sequence.name) for sequence in done]
-        operations += [ExtendSequence(sequence.name, sequence.tokens[-1:]) for sequence in growing]
+        operations: list[SequenceOperation] = []
+        for sequence in done:
+            operations += [CommitSequence(sequence.name, sequence.computed), CloseSequence(sequence.name)]
+        for sequence in growing:
+            operations.append(
+                ExtendSequence(sequence.name, sequence.tokens[-1:], num_computed_tokens=sequence.computed)
+            )
         results = self._update(operations)
         for sequence in done:
             self.finished[sequence.name] = self.running.pop(sequence.name)

@@ -8,7 +8,7 @@ Example::
     with Client("localhost:50051") as client, client.open_pool(num_blocks=256, block_size=16) as pool:
         (table,) = pool.update([OpenSequence("a", token_ids)])
         # compute token_ids[table.num_computed_tokens:] into the slots of table.block_ids, sample a token
-        pool.update([CommitSequence("a", len(token_ids)), ExtendSequence("a", [token])])
+        (table,) = pool.update([ExtendSequence("a", [token], num_computed_tokens=len(token_ids))])
 """
 
 from __future__ import annotations
@@ -73,11 +73,14 @@ class ExtendSequence:
         sequence_id: Whose.
         token_ids: Tokens that became known since.
         num_slots: How many tokens the table must hold; 0 for all known ones.
+        num_computed_tokens: Commits first, as :class:`CommitSequence` does: an engine's step in one operation. That
+            stands even if blocks run short then. 0 commits nothing.
     """
 
     sequence_id: str
     token_ids: Sequence[int] = ()
     num_slots: int = 0
+    num_computed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +294,7 @@ def _to_operation(operation: SequenceOperation) -> pb.SequenceOperation:
                         sequence_id=operation.sequence_id,
                         token_ids=_column(operation.token_ids),
                         num_slots=operation.num_slots,
+                        num_computed_tokens=operation.num_computed_tokens,
                     )
                 )
             case CommitSequence():

@@ -107,7 +107,10 @@ def _open(pool: SequencePool, message: pb.OpenSequence) -> TableChange | BlockSh
 
 
 def _extend(pool: SequencePool, message: pb.ExtendSequence) -> TableChange | BlockShortage:
-    return pool.extend(message.sequence_id, _tokens(message.token_ids), _slots(message.num_slots))
+    tokens, num_slots = _tokens(message.token_ids), _slots(message.num_slots)
+    if message.num_computed_tokens:
+        pool.commit(message.sequence_id, message.num_computed_tokens)
+    return pool.extend(message.sequence_id, tokens, num_slots)
 
 
 def _commit(pool: SequencePool, message: pb.CommitSequence) -> None:

@@ -64,6 +64,19 @@ async def test_one_step_of_an_engine_is_one_call(pool: SequencePool) -> None:
     assert branch.block_ids[0] == extended.block_ids[0]
 
 
+async def test_extend_commits_first_if_asked(pool: SequencePool) -> None:
+    await pool.update([OpenSequence("a", range(16)), OpenSequence("b", range(100, 116))])
+    short, wrong = await pool.update(
+        [ExtendSequence("a", [1], num_computed_tokens=16), ExtendSequence("b", num_computed_tokens=17)]
+    )
+    assert isinstance(short, BlockShortage)
+    assert isinstance(wrong, InvalidArgumentError)
+    closed, found = await pool.update([CloseSequence("a"), OpenSequence("c", range(16))])
+    assert closed == SequenceDone()
+    assert isinstance(found, SequenceTable)
+    assert found.num_computed_tokens == 12, "the commit stands"
+
+
 async def test_one_refused_operation_disturbs_no_other(pool: SequencePool) -> None:
     results = await pool.update(
         [

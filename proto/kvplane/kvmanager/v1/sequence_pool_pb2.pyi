@@ -343,10 +343,13 @@ class ExtendSequence(google.protobuf.message.Message):
     SEQUENCE_ID_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     NUM_SLOTS_FIELD_NUMBER: builtins.int
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: builtins.int
     sequence_id: builtins.str
     """sequence_id is the sequence's."""
     num_slots: builtins.int
     """num_slots is how many tokens the table must hold. 0 means all known ones."""
+    num_computed_tokens: builtins.int
+    """num_computed_tokens commits first, as CommitSequence does; that stands even if blocks run short then. 0 commits nothing."""
     @property
     def token_ids(self) -> kvplane.common.v1.common_pb2.Int32Array:
         """token_ids are tokens that became known since; they follow those known before."""
@@ -357,10 +360,11 @@ class ExtendSequence(google.protobuf.message.Message):
         sequence_id: builtins.str = ...,
         token_ids: kvplane.common.v1.common_pb2.Int32Array | None = ...,
         num_slots: builtins.int = ...,
+        num_computed_tokens: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["token_ids", b"token_ids"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["num_slots", b"num_slots", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["num_computed_tokens", b"num_computed_tokens", "num_slots", b"num_slots", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ExtendSequence: typing_extensions.TypeAlias = ExtendSequence
