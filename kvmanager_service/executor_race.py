@@ -66,7 +66,7 @@ class _Attempt:
 
     executor: RegisteredExecutor
     seen_at: float
-    grace_s: float = CONNECT_GRACE_S
+    grace_s: float
 
     def seen(self) -> None:
         """It shows a sign of life."""
@@ -150,7 +150,7 @@ class ExecutorRace:
             self._begin(due[0])
 
     def _begin(self, executor: RegisteredExecutor) -> None:
-        attempt = _Attempt(executor, _now())
+        attempt = _Attempt(executor, _now(), CONNECT_GRACE_S)
         self._registry.set_state(executor.executor_id, ExecutorState.CONNECTING)
         task = asyncio.create_task(self._bring_up(executor, attempt.seen), name=f"bring-up-{executor.executor_id}")
         self._attempts[task] = attempt
