@@ -4,6 +4,7 @@ Station: raised by `input_batch`, `kv_session` and `step_runner`; turned into a 
 status carries `google.rpc.ErrorInfo` with domain "kvplane".
 
     ExecutorError
+    ├── MalformedMessageError    INVALID_ARGUMENT     bytes that are not the message
     ├── InvalidFieldError        INVALID_ARGUMENT     a value of a message is out of its range
     ├── FailedPreconditionError  FAILED_PRECONDITION  the call comes too early, or speaks of what is not there
     ├── StaleError               ABORTED              another epoch, an old step id, a stream that was taken over
@@ -30,6 +31,7 @@ __all__ = [
     "FailedPreconditionError",
     "InternalError",
     "InvalidFieldError",
+    "MalformedMessageError",
     "NotServingError",
     "StaleError",
     "abort_with",
@@ -60,6 +62,12 @@ class ExecutorError(Exception):
         super().__init__(message)
         self.reason = reason
         self.metadata = {name: str(value) for name, value in metadata.items()}
+
+
+class MalformedMessageError(ExecutorError):
+    """The bytes of a request are not the message that the method takes."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
 
 
 class InvalidFieldError(ExecutorError):

@@ -26,6 +26,7 @@ from executor_service.backends.registry import create_backend
 from executor_service.compute_thread import ComputeThread
 from executor_service.config import ExecutorConfig
 from executor_service.kv_session import KvSession
+from executor_service.malformed_requests import MalformedRequests
 from executor_service.registration import Registration
 from executor_service.servicer import ExecutorServicer
 from executor_service.step_runner import StepRunner
@@ -66,12 +67,13 @@ class ExecutorServer:
         self._health = health.aio.HealthServicer()
         self._registration: asyncio.Task[None] | None = None
         self._server = grpc.aio.server(
+            interceptors=(MalformedRequests(),),
             options=(
                 # Two executors on one port would share its connections, and each see some of the steps.
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            )
+            ),
         )
         self.address = ""
         self.memory_refused = asyncio.Event()

@@ -12,11 +12,13 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 MAX_INT32 = 2**31 - 1
 """The wire's columns are int32, and so are the limits that the manager tells of itself."""
+
+MIN_STEP_TIMEOUT_S = 1.0
 
 __all__ = ["ENV_PREFIX", "ConfigError", "ManagerConfig", "load_config"]
 
@@ -133,8 +135,8 @@ class ManagerConfig(BaseSettings):
         300.0,
         ge=0.0,
         allow_inf_nan=False,
-        description="How long a step may take until its executor is given up for hung, in seconds. A step of"
-        " max_num_batched_tokens must fit in it with room to spare; 0 means no limit.",
+        description="How long a step may take until its executor is given up for hung, in seconds, at least 1. A step"
+        " of max_num_batched_tokens must fit in it with room to spare; 0 means no limit.",
     )
     drain_timeout_s: float = Field(
         30.0,
@@ -148,6 +150,16 @@ class ManagerConfig(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe event to log.")
     log_format: Literal["console", "json"] = Field("console", description="For people, or one JSON object a line.")
+
+    @field_validator("step_timeout_s")
+    @classmethod
+    def _check_step_timeout(cls, value: float) -> float:
+        if 0 < value < MIN_STEP_TIMEOUT_S:
+            raise ValueError(
+                f"0 for no limit, or at least {MIN_STEP_TIMEOUT_S:g} s, since less takes an executor for hung that"
+                " only had to wait for its turn on a busy machine"
+            )
+        return value
 
     @model_validator(mode="after")
     def _check_limits(self) -> Self:
@@ -224,6 +236,6 @@ def _explain(entry: Any, given: dict[str, Any]) -> str:
         return f"settings: expected {entry['msg'].removeprefix('Value error, ')}. Change one of the two."
     name = str(entry["loc"][0])
     where = _flag(name) if name in given else f"{_env(name)} in the environment"
-    expected = entry["msg"].removeprefix("Input should be ")
+    expected = entry["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     default = ManagerConfig.model_fields[name].default
     return f"{where}: expected {expected}; got {entry['input']!r}. Correct it, or leave it out for {default}."

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import traceback
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 import structlog
@@ -49,6 +49,7 @@ __all__ = [
     "StaleBatchError",
     "TooManyPoolsError",
     "UnavailableError",
+    "abort_with",
     "to_status",
 ]
 
@@ -177,15 +178,20 @@ class RpcErrors:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End the call with the error's status, if there is one."""
-        if not isinstance(error, Exception) or isinstance(error, grpc.aio.AbortError):
-            return
-        status = to_status(error)
-        details = status.to_rpc_status().SerializeToString()
-        try:
-            await self._context.abort(status.code, status.message, ((STATUS_DETAILS_KEY, details),))
-        except grpc.aio.AbortError as aborted:
-            self._context.add_done_callback(functools.partial(_let_go, aborted))  # type: ignore[arg-type]
-            raise
+        if isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
+            await abort_with(self._context, error)
+
+
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
+    """End the call with the error's status."""
+    status = to_status(error)
+    details = status.to_rpc_status().SerializeToString()
+    try:
+        await context.abort(status.code, status.message, ((STATUS_DETAILS_KEY, details),))
+    except grpc.aio.AbortError as aborted:
+        context.add_done_callback(functools.partial(_let_go, aborted))  # type: ignore[arg-type]
+        raise
+    raise AssertionError("unreachable: abort raises")
 
 
 def _let_go(aborted: grpc.aio.AbortError, _: object) -> None:

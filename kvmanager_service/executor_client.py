@@ -1,8 +1,8 @@
 """The manager's end of the executor's contract.
 
-Station: made by `ExecutorLife` for the executor it uses; calls `ExecutorService`. It knows no request.
+Station: made by `ExecutorLife` for each executor it brings up; calls `ExecutorService`. It knows no request.
 
-    connect: ProfileMemory ─▶ GetModelInfo ─▶ InitializeKvCache, or ListBlockTags when the cache is already filled
+    prepare: connect ─▶ ProfileMemory ─▶ GetModelInfo ─▶ InitializeKvCache, or ListBlockTags when there is a cache
     StepStream: steps go down in order, results come back in order; the first failure ends it
 """
 
@@ -16,20 +16,30 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
-import structlog
+from google.protobuf.message import DecodeError
+from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.status_pb2 import Status
 from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvplane.executor.v1.executor_service_pb2_grpc import ExecutorServiceStub
 
 from kvmanager_service.core.block_tag import decode_tag
 from kvmanager_service.core.kv_cache_manager import TaggedBlock
+from kvmanager_service.errors import STATUS_DETAILS_KEY
 
 _Answer = TypeVar("_Answer")
-_log = structlog.get_logger(__name__)
 
 MAX_MESSAGE_BYTES = 256 << 20
 UNARY_TIMEOUT_S = 30.0
 PROFILE_TIMEOUT_S = 900.0
 """A profile run is a real forward pass at the largest step, and a cache is memory to touch: both take a while."""
+
+TAGS_TIMEOUT_S = 300.0
+"""The tags of ten million blocks take about a minute."""
+
+REASONS_OF_ITS_OWN = frozenset(
+    {"EXECUTOR_LOADING", "EXECUTOR_STOPPING", "KV_NOT_INITIALIZED", "STALE_EPOCH", "STREAM_SUPERSEDED"}
+)
+"""Reasons, of an executor that ends its stream, that say nothing against what it was sent."""
 
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -41,7 +51,11 @@ that pings more often than every five minutes without data."""
 
 
 class ExecutorLostError(Exception):
-    """An executor, or its stream, can not be used any more; the message says why."""
+    """An executor, or its stream, can not be used any more; the message says why. What it computed may be the cause."""
+
+
+class ExecutorGoneError(ExecutorLostError):
+    """It went in an orderly way, or stayed away: no row of its steps is to blame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +85,29 @@ class ExecutorConnection:
         self._stub: Any = ExecutorServiceStub(self._channel)
 
     async def prepare(
-        self, max_num_batched_tokens: int, max_num_seqs: int, known_epoch: int, *, with_tokenizer: bool
+        self,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        known_epoch: int,
+        *,
+        with_tokenizer: bool,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> ReadyExecutor:
-        """Bring the executor to where steps can be sent.
+        """Bring the executor to where steps can be sent. A cache that it has stays as it is if it is of use.
 
         Args:
             max_num_batched_tokens: most tokens of a step.
             max_num_seqs: most rows of a step.
             known_epoch: the cache content the caller has books on, or 0.
             with_tokenizer: whether the tokenizer's files, which may be tens of MB, are wanted.
+            on_progress: called at each sign that the executor does something.
 
         Raises:
             ExecutorLostError: a call failed, or its answer cannot be read.
         """
         try:
+            await self._connect()
+            on_progress()
             # First: under other limits than those its cache was made for, an executor's cache is gone.
             profile = _readable(
                 await self._stub.ProfileMemory(
@@ -92,15 +115,17 @@ class ExecutorConnection:
                     timeout=PROFILE_TIMEOUT_S,
                 )
             )
+            on_progress()
             info = _readable(
                 await self._stub.GetModelInfo(
                     pb.GetModelInfoRequest(include_tokenizer_files=with_tokenizer), timeout=UNARY_TIMEOUT_S
                 )
             )
+            on_progress()
             if info.HasField("kv_cache") and info.kv_cache.kv_epoch == known_epoch:
                 return ReadyExecutor(info, info.kv_cache, None)
             if info.HasField("kv_cache") and info.kv_cache.num_blocks == profile.num_blocks:
-                return ReadyExecutor(info, info.kv_cache, await self._list_tags(info.kv_cache.kv_epoch))
+                return ReadyExecutor(info, info.kv_cache, await self._list_tags(info.kv_cache, on_progress))
             initialized = _readable(
                 await self._stub.InitializeKvCache(
                     pb.InitializeKvCacheRequest(num_blocks=profile.num_blocks), timeout=PROFILE_TIMEOUT_S
@@ -108,7 +133,12 @@ class ExecutorConnection:
             )
             return ReadyExecutor(info, initialized.kv_cache, [])
         except grpc.aio.AioRpcError as error:
-            raise ExecutorLostError(_describe(error)) from error
+            raise _lost(error) from error
+
+    async def _connect(self) -> None:
+        """Wait until the connection stands, or does not: the next call then says why."""
+        while (state := self._channel.get_state(try_to_connect=True)) in _UNDECIDED:
+            await self._channel.wait_for_state_change(state)
 
     async def model_info(self) -> pb.GetModelInfoResponse:
         """What the executor serves. Raises ExecutorLostError when it does not say."""
@@ -117,13 +147,15 @@ class ExecutorConnection:
                 await self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=UNARY_TIMEOUT_S)
             )
         except grpc.aio.AioRpcError as error:
-            raise ExecutorLostError(_describe(error)) from error
+            raise _lost(error) from error
         return info
 
-    async def _list_tags(self, kv_epoch: int) -> list[TaggedBlock]:
-        tagged = []
-        async for portion in self._stub.ListBlockTags(pb.ListBlockTagsRequest(kv_epoch=kv_epoch)):
+    async def _list_tags(self, kv_cache: pb.KvCacheState, on_progress: Callable[[], None]) -> list[TaggedBlock]:
+        request = pb.ListBlockTagsRequest(kv_epoch=kv_cache.kv_epoch)
+        tagged: list[TaggedBlock] = []
+        async for portion in self._stub.ListBlockTags(request, timeout=TAGS_TIMEOUT_S):
             _readable(portion)
+            on_progress()
             try:
                 block_ids = array("i", portion.block_tags.block_ids.data)
                 named_tags = list(zip(block_ids, portion.block_tags.tags, strict=True))
@@ -156,6 +188,14 @@ class StepStream:
         self._lost: ExecutorLostError | None = None
         self._reader = asyncio.create_task(self._read(), name="step-stream-reader")
 
+    async def connected(self) -> None:
+        """Wait until the call has reached the executor. Raises ExecutorLostError when it does not."""
+        try:
+            await self._call.wait_for_connection()
+        except grpc.aio.AioRpcError as error:
+            await self._reader
+            raise self._lost or _lost(error) from error
+
     async def send(self, message: pb.ExecuteRequest) -> None:
         """Send a step. Raises ExecutorLostError when the stream has ended."""
         try:
@@ -184,32 +224,43 @@ class StepStream:
         await self._reader
 
     async def _read(self) -> None:
-        why = "the executor ended the stream"
+        lost = ExecutorLostError("the executor ended the stream")
         try:
-            while True:
-                message = await self._call.read()
-                if message is grpc.aio.EOF:
-                    break
+            while (message := await self._call.read()) is not grpc.aio.EOF:
                 self._results.append(_readable(message))
                 self._on_event()
-            code = await self._call.code()
-            if code is not grpc.StatusCode.OK:
-                why = f"{code.name}: {await self._call.details()}"
         except grpc.aio.AioRpcError as error:
-            why = _describe(error)
+            lost = _lost(error)
         except ExecutorLostError as error:
-            why = str(error)
+            lost = error
         except asyncio.CancelledError:
-            why = "the stream was closed"
+            lost = ExecutorLostError("the stream was closed")
             if not self._call.cancelled():
                 raise
         finally:
-            self._lost = ExecutorLostError(why)
+            self._lost = lost
             self._on_event()
 
 
-def _describe(error: grpc.aio.AioRpcError) -> str:
-    return f"{error.code().name}: {error.details()}"
+_UNDECIDED = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
+
+
+def _lost(error: grpc.aio.AioRpcError) -> ExecutorLostError:
+    """What a call that failed says of its executor."""
+    message = f"{error.code().name}: {error.details()}"
+    return ExecutorGoneError(message) if _reason(error) in REASONS_OF_ITS_OWN else ExecutorLostError(message)
+
+
+def _reason(error: grpc.aio.AioRpcError) -> str:
+    """ErrorInfo's reason; empty when the status has none, as when the connection broke."""
+    for key, value in error.trailing_metadata():
+        if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
+            info = ErrorInfo()
+            try:
+                return next((info.reason for detail in Status.FromString(value).details if detail.Unpack(info)), "")
+            except DecodeError:
+                return ""
+    return ""
 
 
 def _readable(answer: _Answer | None) -> _Answer:

@@ -1,9 +1,9 @@
-"""The life of the executor in use: chosen, brought up, used, lost.
+"""The life of the executor in use: brought up, used, lost.
 
-Station: started by `engine_loop`; calls the registry for who there is, `executor_checks` for who will do, `StepLoop`
+Station: started by `engine_loop`; calls `executor_race` for who is next, `executor_checks` for who will do, `StepLoop`
 for the steps. It knows no request.
 
-    registry ─▶ choose ─▶ connect, prepare, check ─▶ steps ─▶ lost? ─▶ back off, choose again
+    registry ─▶ race of those that connect, prepare, check ─▶ steps ─▶ lost? ─▶ race again
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ from kvmanager_service.executor_checks import (
     require_length,
     require_model,
 )
-from kvmanager_service.executor_client import ExecutorConnection, ExecutorLostError, ReadyExecutor
+from kvmanager_service.executor_client import (
+    ExecutorConnection,
+    ExecutorGoneError,
+    ExecutorLostError,
+    ReadyExecutor,
+)
+from kvmanager_service.executor_race import LEASE_OVER, ExecutorRace, PreparedExecutor
 from kvmanager_service.racing import first_of
 from kvmanager_service.registry import ExecutorRegistry, ExecutorState, RegisteredExecutor
 from kvmanager_service.step_loop import StepLoop
 from kvmanager_service.step_watchdog import StepOverdueError, watch_steps
 
 _log = structlog.get_logger(__name__)
-
-BACKOFF_S = (0.1, 0.2, 0.5, 1.0)
-"""Waits between attempts to use an executor; the last repeats."""
 
 
 class ExecutorLife:
@@ -56,83 +59,73 @@ class ExecutorLife:
         self._registry = registry
         self._steps = steps
         self._on_active = on_active
-        self._last_lost = ""
-        self._failures = 0
+        self._race = ExecutorRace(registry, self._bring_up)
 
     async def run(self) -> NoReturn:
         """Use executors until cancelled. Raises what is nobody's fault but ours."""
         while True:
-            executor = await self._choose()
+            prepared = await self._race.winner()
             try:
-                await self._use(executor)
+                await self._use(prepared)
             except ExecutorLostError as lost:
-                self._lose(executor, lost)
-                await asyncio.sleep(BACKOFF_S[min(self._failures, len(BACKOFF_S)) - 1])
+                self._lose(prepared.executor, lost)
 
-    async def _choose(self) -> RegisteredExecutor:
-        """Wait for an executor; take the best there is."""
-        while not (candidates := self._registry.candidates()):
-            await self._registry.wait_changed()
-        return candidates[0]
-
-    async def _use(self, executor: RegisteredExecutor) -> None:
-        """Run steps on one executor until it is lost. Raises ExecutorLostError then."""
+    async def _bring_up(self, executor: RegisteredExecutor, on_progress: Callable[[], None]) -> PreparedExecutor:
+        """See `executor_race.BringUp`."""
         connection = ExecutorConnection(executor.address)
+        try:
+            ready = await connection.prepare(
+                self._config.max_num_batched_tokens,
+                self._config.max_num_seqs,
+                self._steps.kv_epoch,
+                with_tokenizer=self.model is None,
+                on_progress=on_progress,
+            )
+            return PreparedExecutor(executor, connection, ready, await self._check(executor, ready))
+        except BaseException:
+            await connection.close()
+            raise
+
+    async def _check(self, executor: RegisteredExecutor, ready: ReadyExecutor) -> ModelView:
+        """Return the model to serve with this executor; reject one that cannot be used."""
+        try:
+            require_model(self.model, ready.info)
+            require_geometry(ready)
+            require_length(self.model, ready)
+            return self.model or await load_model(ready.info)
+        except ExecutorUnfitError as unfit:
+            self._reject(executor, unfit)
+            raise ExecutorLostError(str(unfit)) from unfit
+
+    async def _use(self, prepared: PreparedExecutor) -> None:
+        """Run steps on an executor until it is lost. Raises ExecutorLostError then."""
         # Whatever the work waits for, be it a write to an executor that reads no more, these end it.
-        guards = [self._end_of_lease(executor)]
+        guards = [self._end_of_lease(prepared.executor)]
         if self._config.step_timeout_s:
             guards.append(watch_steps(lambda: self._steps.oldest_step, self._config.step_timeout_s))
         try:
-            await first_of(self._work(executor, connection), *guards)
+            await first_of(self._work(prepared), *guards)
         finally:
-            await connection.close()
+            await prepared.connection.close()
 
     async def _end_of_lease(self, executor: RegisteredExecutor) -> NoReturn:
         while any(candidate is executor for candidate in self._registry.candidates()):
             await self._registry.wait_changed()
-        raise ExecutorLostError("its lease ran out: it did not register again in time")
+        raise ExecutorGoneError(LEASE_OVER)
 
-    async def _work(self, executor: RegisteredExecutor, connection: ExecutorConnection) -> NoReturn:
-        self._registry.set_state(executor.executor_id, ExecutorState.CONNECTING)
-        prepare = connection.prepare(
-            self._config.max_num_batched_tokens,
-            self._config.max_num_seqs,
-            self._steps.kv_epoch,
-            with_tokenizer=self.model is None,
-        )
-        ready = await first_of(prepare, self._better_one(executor))
-        await self._check(executor, ready)
-        self._steps.fit(ready)
-        stream = connection.open_stream(self._steps.wake)
+    async def _work(self, prepared: PreparedExecutor) -> NoReturn:
+        executor = prepared.executor
+        self.model = prepared.model
+        self._steps.fit(prepared.ready)
+        stream = prepared.connection.open_stream(self._steps.wake)
         try:
+            await stream.connected()  # else the first step would be lost, and blamed for it
             self._registry.set_state(executor.executor_id, ExecutorState.ACTIVE)
             self._on_active(True)
             _log.info("executor_active", executor_id=executor.executor_id, address=executor.address)
             await first_of(self._steps.run(stream), self._check_others(executor))
         finally:
             await stream.close()
-
-    async def _better_one(self, executor: RegisteredExecutor) -> NoReturn:
-        """Raise ExecutorLostError when a better executor comes while one that was lost is brought up once more.
-
-        A profile run is given a quarter of an hour, and one that was lost may have gone for good. Why it was lost is
-        still all that there is to say of it.
-        """
-        while await self._choose() is executor:
-            await self._registry.wait_changed()
-        raise ExecutorLostError(executor.last_error)
-
-    async def _check(self, executor: RegisteredExecutor, ready: ReadyExecutor) -> None:
-        """Reject an executor that cannot be used; the model of the first that can is the one that is served."""
-        try:
-            require_model(self.model, ready.info)
-            require_geometry(ready)
-            require_length(self.model, ready)
-            if self.model is None:
-                self.model = await load_model(ready.info)
-        except ExecutorUnfitError as unfit:
-            self._reject(executor, unfit)
-            raise ExecutorLostError(str(unfit)) from unfit
 
     async def _check_others(self, active: RegisteredExecutor) -> NoReturn:
         """Reject standby executors of another model as they come, not only when they are needed."""
@@ -169,11 +162,7 @@ class ExecutorLife:
         _log.warning("executor_rejected", executor_id=executor.executor_id, address=executor.address, reason=str(unfit))
 
     def _lose(self, executor: RegisteredExecutor, lost: ExecutorLostError) -> None:
-        """An executor can not be used: schedule everything anew."""
-        _log.warning("executor_lost", executor_id=executor.executor_id, address=executor.address, reason=str(lost))
-        self._registry.lose(executor.executor_id, str(lost), hangs=isinstance(lost, StepOverdueError))
-        is_again = executor.executor_id == self._last_lost
-        self._last_lost = executor.executor_id
+        """The executor in use can not be used any more: schedule everything anew."""
         self._on_active(False)
-        got_result = self._steps.lose()
-        self._failures = self._failures + 1 if is_again and not got_result else 1
+        got_result = self._steps.lose(blame=not isinstance(lost, ExecutorGoneError))
+        self._race.note_loss(executor, lost, hangs=isinstance(lost, StepOverdueError), again=not got_result)

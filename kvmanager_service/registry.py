@@ -75,6 +75,7 @@ class ExecutorRegistry:
         self._changed = asyncio.Event()
         self._clock = clock
         self._records: dict[str, RegisteredExecutor] = {}
+        self._left: dict[str, str] = {}
         self._draining = False
         self._losses = 0
 
@@ -87,7 +88,7 @@ class ExecutorRegistry:
             InvalidRequestError: id or address is malformed.
             ExecutorIdReusedError: the id is registered with another address.
             ExecutorRejectedError: the engine found that it cannot use it.
-            UnavailableError: it is new, and the manager is draining or has too many.
+            UnavailableError: the manager has too many; or is draining, and has never seen it.
         """
         _check_id(executor_id)
         _check_address(address)
@@ -163,8 +164,16 @@ class ExecutorRegistry:
             self._remove(record, "executor_lease_expired")
 
     def drain(self) -> None:
-        """Accept no new executors; known ones keep renewing, so that running requests can finish."""
+        """Accept no new executors, so that running requests can finish and no more.
+
+        Known ones keep renewing, and come back after their lease has ended.
+        """
         self._draining = True
+
+    @property
+    def next_change(self) -> asyncio.Event:
+        """Set when the next executor comes or goes."""
+        return self._changed
 
     async def wait_changed(self) -> None:
         """Wait until the next executor comes or goes."""
@@ -177,7 +186,8 @@ class ExecutorRegistry:
             self.expire()
 
     def _add(self, executor_id: str, address: str) -> None:
-        if self._draining:
+        # One whose lease ended may be what the last requests wait for.
+        if self._draining and self._left.get(executor_id) != address:
             raise UnavailableError("DRAINING", "expected a serving manager, got one that is stopping; try another")
         for record in [record for record in self._records.values() if record.address == address]:
             self._remove(record, "executor_superseded")
@@ -186,12 +196,16 @@ class ExecutorRegistry:
                 "TOO_MANY_EXECUTORS",
                 f"expected fewer than {MAX_EXECUTORS} registered executors, got as many; try again when some have left",
             )
+        self._left.pop(executor_id, None)
         self._records[executor_id] = RegisteredExecutor(executor_id, address, self._expiry())
         self._announce()
         _log.info("executor_registered", executor_id=executor_id, address=address)
 
     def _remove(self, record: RegisteredExecutor, event: str) -> None:
         del self._records[record.executor_id]
+        self._left[record.executor_id] = record.address
+        if len(self._left) > MAX_EXECUTORS:
+            del self._left[next(iter(self._left))]
         self._announce()
         _log.warning(event, executor_id=record.executor_id, address=record.address, state=record.state.value)
 

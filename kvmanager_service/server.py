@@ -23,6 +23,7 @@ from kvplane.kvmanager.v1 import (
 from kvmanager_service.admission import Admission
 from kvmanager_service.config import ConfigError, ManagerConfig
 from kvmanager_service.engine_api import Engine
+from kvmanager_service.malformed_requests import MalformedRequests
 from kvmanager_service.registry import ExecutorRegistry
 from kvmanager_service.servicers.executor_registry import ExecutorRegistryServicer
 from kvmanager_service.servicers.inference import InferenceServicer
@@ -103,7 +104,7 @@ class ManagerServer:
         self._address = f"[{config.host}]" if ":" in config.host else config.host
         self._wanted_port = config.port
         self._health = health
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server = grpc.aio.server(interceptors=(MalformedRequests(),), options=_OPTIONS)
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceServicer(engine, Admission(engine, isolate_tenants=config.isolate_tenants)), self._server
         )

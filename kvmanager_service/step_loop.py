@@ -143,15 +143,18 @@ class StepLoop:
             "kv_cache_ready", num_blocks=kv_cache.num_blocks, block_size=kv_cache.block_size, adopted_blocks=adopted
         )
 
-    def lose(self) -> bool:
+    def lose(self, *, blame: bool) -> bool:
         """The executor can not be used any more: schedule everything anew.
+
+        Args:
+            blame: whether what it computed may be why.
 
         Returns:
             Whether any result has come since the last loss.
         """
         got_result, self._got_result = self._got_result, False
         if self.scheduler is not None:
-            self.scheduler.lose_steps()
+            self.scheduler.lose_steps(blame=blame)
             self._publish()
         return got_result
 

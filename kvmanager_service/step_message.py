@@ -20,6 +20,11 @@ from kvmanager_service.core.step import BlockCopy, ScheduledRow, Step, StepResul
 
 _UNKNOWN_TOKEN = bytes(TOKEN_BYTES)
 _ID_BYTES = 4
+MAX_REASON_CHARS = 63
+"""What `google.rpc.ErrorInfo` allows."""
+MAX_ERROR_CHARS = 400
+"""Of what an executor says of a failed row. The client gets it in trailers, of which gRPC takes 8 KiB; there a
+character has up to 12 bytes in the message and 6 in the details."""
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -175,7 +180,9 @@ def _read_execute_response(message: pb.ExecuteResponse) -> StepResult:
         logprobs=_read_logprobs(message.logprobs, len(sampled)) if message.HasField("logprobs") else {},
         errors={
             error.row: RowFailedError(
-                error.reason or "ROW_FAILED", error.message or "the executor gave no reason", row=error.row
+                _shorten(error.reason, MAX_REASON_CHARS) or "ROW_FAILED",
+                _shorten(error.message, MAX_ERROR_CHARS) or "the executor gave no reason",
+                row=error.row,
             )
             for error in message.row_errors
         },
@@ -198,6 +205,10 @@ def _read_logprobs(message: pb.LogprobsBatch, num_samples: int) -> dict[int, Tok
         for index, (start, stop) in enumerate(pairwise(indptr))
         if stop > start
     }
+
+
+def _shorten(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def _int32(values: list[int]) -> Int32Array:

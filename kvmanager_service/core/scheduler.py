@@ -300,10 +300,13 @@ class Scheduler:
 
     # --- a step, or the executor, is lost -------------------------------------------------------------------------
 
-    def lose_steps(self) -> None:
+    def lose_steps(self, *, blame: bool = True) -> None:
         """Every outstanding step is lost: un-hash what they would have filled, schedule running requests anew.
 
         A request that was in the first lost step too often, and never got over it, ends with an error; see `suspects`.
+
+        Args:
+            blame: whether the first lost step's rows may be why.
         """
         lost = list(self.outstanding)
         self.outstanding.clear()
@@ -313,7 +316,7 @@ class Scheduler:
         for request in reversed(list(self.running.values())):
             self._preempt(request)
             self.stats.reschedules += 1
-        for request, error in self._suspects.blame(lost[0].rows if lost else []):
+        for request, error in self._suspects.blame(lost[0].rows if lost and blame else []):
             self._finish(request, FinishReason.ERROR, error=error)
 
     def replace_cache(self, kv: KVCache) -> None:

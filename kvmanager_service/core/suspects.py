@@ -3,9 +3,9 @@
 Station: owned by `Scheduler`, which tells it of every lost step and asks it whom to try alone. It knows no block and no
 queue.
 
-An executor that is lost does not say whose row it was. So every request of the first lost step is blamed. Whoever gets
-past the place where it failed is cleared; whoever fails there again and again becomes a suspect, gets a step of its
-own, and ends when that fails, too.
+An executor that is lost does not say whose row it was. So every request of the first lost step is blamed, unless the
+executor went for a reason of its own. Whoever gets past the place where it failed is cleared; whoever fails there again
+and again becomes a suspect, gets a step of its own, and ends when that fails, too.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class OrderReader:
                 async for order in orders:
                     await self._take(order, slow)
                     await self._many.wait_for_room()
-        except Exception as error:  # noqa: BLE001 - handed to the outgoing half, which fails the call with it
-            self._many.close_input(error)
+        except ExceptionGroup as group:  # handed to the outgoing half, which fails the call with it
+            self._many.close_input(group.exceptions[0])
         else:
             self._many.close_input()
 

@@ -316,6 +316,46 @@ async def test_executor_frozen_while_it_is_brought_up_is_given_up_with_its_lease
     assert "lease ran out" in reasons[executor_address(frozen)]
 
 
+async def test_executor_frozen_while_it_is_brought_up_a_healthy_one_need_not_wait_for_its_lease(
+    cluster: Cluster,
+) -> None:
+    cluster.start({"lease_ms": 3_600_000, "executor_timeout_s": 50})
+    frozen, healthy = cluster.start_executor(), cluster.start_executor(sim_step_ms=5)
+    jobs = random_jobs(random.Random(24), 8)
+    async with cluster.client(retry=NO_RETRY) as client, Running(client, jobs) as running:
+        await running.progressed(5)
+        frozen.signal(signal.SIGSTOP)
+        cluster.executors[0].kill()
+        await running.finished()
+        states = {info.address: info.state for info in await client.list_executors()}
+        assert states[executor_address(healthy)] is ExecutorState.ACTIVE
+        assert states[executor_address(frozen)] is ExecutorState.STANDBY
+        await settled(client)
+
+
+async def test_executors_terminated_one_after_another_a_long_prompt_is_not_blamed(cluster: Cluster) -> None:
+    """Each next one, which begins anew, ends before it has come as far as the one before."""
+    cluster.start({"max_num_batched_tokens": 256}, sim_step_ms=50)
+    for _ in range(3):
+        cluster.start_executor(sim_step_ms=50)
+    jobs = [Job(random_prompt(random.Random(25), 6_000), 6)]
+    async with cluster.client(retry=NO_RETRY) as client, Running(client, jobs) as running:
+        for losses, reached in enumerate((3_072, 2_048, 1_024), start=1):
+            await eventually(partial(has_computed, client, reached), "part of the prompt")
+            cluster.executors[losses - 1].signal(signal.SIGTERM)
+            await cluster.manager.logged("executor_active", losses + 1)
+        assert running.unfinished
+        await running.finished()
+        await settled(client)
+    reasons = [event["reason"] for event in cluster.manager.events("executor_lost")]
+    assert len(reasons) == 3
+    assert all("the executor is stopping" in reason for reason in reasons)
+
+
+async def has_computed(client: AsyncClient, tokens: int) -> bool:
+    return any([info.num_computed_tokens >= tokens async for info in client.list_requests()])
+
+
 async def test_executor_that_does_not_return_requests_end_unavailable(cluster: Cluster) -> None:
     cluster.start({"executor_timeout_s": 0.5})
     jobs = [Job([index, 1], 2_000) for index in range(8)]
@@ -399,6 +439,22 @@ async def test_manager_terminated_under_load_finishes_what_runs_and_takes_nothin
         await running.finished()
         assert await cluster.manager.exit_status() == 0
     assert not cluster.manager.events("manager_stopped")[0]["forced"]
+
+
+async def test_manager_that_drains_takes_back_the_executor_whose_lease_ended(cluster: Cluster) -> None:
+    cluster.start({"lease_ms": 1_000, "drain_timeout_s": 50})
+    jobs = random_jobs(random.Random(31), 8, output=(100, 150))
+    async with cluster.client(retry=NO_RETRY) as client, Running(client, jobs) as running:
+        await running.progressed(5)
+        cluster.manager.signal(signal.SIGTERM)
+        await cluster.manager.logged("engine_draining")
+        assert running.unfinished
+        cluster.executors[0].signal(signal.SIGSTOP)
+        await cluster.manager.logged("executor_lease_expired")
+        cluster.executors[0].signal(signal.SIGCONT)
+        await running.finished()
+        assert await cluster.manager.exit_status() == 0
+    assert len(cluster.manager.events("executor_registered")) == 2
 
 
 async def test_manager_drained_the_next_one_adopts_every_block_down_to_the_last(cluster: Cluster) -> None:

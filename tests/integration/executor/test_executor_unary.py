@@ -5,6 +5,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kvplane.executor.v1 import executor_service_pb2 as pb
+from structlog.testing import capture_logs
 
 from executor_service.backends.base import BackendError
 from executor_service.server import SERVICE_NAME, BindError, ExecutorServer, running_executor
@@ -21,6 +22,8 @@ from tests.unit.executor_shell.executor_builders import (
     sim_config,
 )
 
+SERVICE = pb.DESCRIPTOR.services_by_name["ExecutorService"]
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -255,6 +258,29 @@ async def test_reflection_lists_and_describes_the_service(executor):
         await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE_NAME))
         assert (await call.read()).file_descriptor_response.file_descriptor_proto
         await call.done_writing()
+
+
+@pytest.mark.parametrize("method", [*SERVICE.methods, *HEALTH.methods[:1]], ids=lambda method: method.name)
+async def test_bytes_that_are_no_message_are_invalid_argument_and_disturb_nobody(executor, client, method):
+    epoch = await client.handshake()
+    stream = client.execute()
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    async with grpc.aio.insecure_channel(executor.address) as channel:
+        if method.client_streaming:
+            call = channel.stream_stream(path)()
+            await call.write(b"\xff\xff\xff")
+            answer = call.read()
+        elif method.server_streaming:
+            answer = channel.unary_stream(path)(b"\xff\xff\xff").read()
+        else:
+            answer = channel.unary_unary(path)(b"\xff\xff\xff")
+        with capture_logs() as logs:
+            info = await refused(answer, grpc.StatusCode.INVALID_ARGUMENT)
+    assert (info.reason, info.domain, dict(info.metadata)) == ("MALFORMED_MESSAGE", "kvplane", {"got_bytes": "3"})
+    assert logs == [], "a caller's mistake is none of ours"
+    if not method.client_streaming:  # a further Execute takes the executor over
+        await stream.send(make_step(1, epoch, [Row([1], [1])]))
+        assert (await stream.receive()).step_id == 1
 
 
 async def test_second_executor_on_one_port_is_refused_with_the_address(executor):

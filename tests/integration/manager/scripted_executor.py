@@ -7,12 +7,14 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
 from kvplane.common.v1.common_pb2 import Int32Array
 from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvplane.executor.v1 import executor_service_pb2_grpc as pb_grpc
@@ -51,6 +53,9 @@ class ScriptedExecutor(pb_grpc.ExecutorServiceServicer):
         steps: the steps it was sent.
         compute: set while steps are answered.
         streams_to_lose: how many streams end with a step unanswered, from now on.
+        stops_with: the ErrorInfo reason that such streams end with, UNAVAILABLE; "" ends them as if all were well.
+        hangs_in: the name of a method that never answers.
+        called: the methods that were called while it was brought up, in order.
     """
 
     def __init__(self) -> None:
@@ -62,22 +67,34 @@ class ScriptedExecutor(pb_grpc.ExecutorServiceServicer):
         self.compute = asyncio.Event()
         self.compute.set()
         self.streams_to_lose = 0
+        self.stops_with = ""
+        self.hangs_in = ""
+        self.called: list[str] = []
+
+    async def _called(self, method: str) -> None:
+        self.called.append(method)
+        if method == self.hangs_in:
+            await asyncio.Event().wait()
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
+        await self._called("GetModelInfo")
         self.asked_for_tokenizer.append(request.include_tokenizer_files)
         return self.info
 
     async def ProfileMemory(self, request: pb.ProfileMemoryRequest, context: Any) -> pb.ProfileMemoryResponse:
+        await self._called("ProfileMemory")
         return pb.ProfileMemoryResponse(num_blocks=self.kv_cache.num_blocks)
 
     async def InitializeKvCache(
         self, request: pb.InitializeKvCacheRequest, context: Any
     ) -> pb.InitializeKvCacheResponse:
+        await self._called("InitializeKvCache")
         return pb.InitializeKvCacheResponse(kv_cache=self.kv_cache)
 
     async def ListBlockTags(
         self, request: pb.ListBlockTagsRequest, context: Any
     ) -> AsyncIterator[pb.ListBlockTagsResponse]:
+        await self._called("ListBlockTags")
         yield pb.ListBlockTagsResponse(block_tags=self.tags)
 
     async def Execute(
@@ -88,8 +105,17 @@ class ScriptedExecutor(pb_grpc.ExecutorServiceServicer):
             await self.compute.wait()
             if self.streams_to_lose:
                 self.streams_to_lose -= 1
+                if self.stops_with:
+                    await stop(context, self.stops_with)
                 return
             yield answer(step)
+
+
+async def stop(context: Any, reason: str) -> None:
+    """End a call as an executor does for a reason of its own."""
+    status = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="it went")
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain="kvplane"))
+    await context.abort_with_status(rpc_status.to_status(status))
 
 
 def answer(step: pb.ExecuteRequest) -> pb.ExecuteResponse:
@@ -141,18 +167,36 @@ class Split:
 
 
 @asynccontextmanager
-async def running_split(executor: ScriptedExecutor, **settings: Any) -> AsyncIterator[Split]:
-    """Serve the executor on a free port, registered with an engine that runs."""
+async def listening(executor: ScriptedExecutor) -> AsyncIterator[str]:
+    """Serve the executor on a free port; yields its address."""
     server = grpc.aio.server()
     pb_grpc.add_ExecutorServiceServicer_to_server(executor, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    registry = ExecutorRegistry(time.monotonic, lease_ms=60_000)
-    registry.register(EXECUTOR_ID, f"127.0.0.1:{port}")
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def running_engine(
+    *addresses: str, clock: Callable[[], float] = time.monotonic, **settings: Any
+) -> AsyncIterator[tuple[EngineLoop, ExecutorRegistry]]:
+    """An engine that runs, with executors registered as `executor-0`, `executor-1`, ..., each for a minute."""
+    registry = ExecutorRegistry(clock, lease_ms=60_000)
+    for index, address in enumerate(addresses):
+        registry.register(f"executor-{index}", address)
     engine = EngineLoop(ManagerConfig(**settings), registry)
     await engine.start()
     try:
-        yield Split(engine, executor, registry)
+        yield engine, registry
     finally:
         await engine.stop()
-        await server.stop(0)
+
+
+@asynccontextmanager
+async def running_split(executor: ScriptedExecutor, **settings: Any) -> AsyncIterator[Split]:
+    """Serve the executor on a free port, registered with an engine that runs."""
+    async with listening(executor) as address, running_engine(address, **settings) as (engine, registry):
+        yield Split(engine, executor, registry)

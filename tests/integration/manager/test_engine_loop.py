@@ -215,13 +215,13 @@ async def test_engine_malformed_tags_are_an_error_of_that_executor(block_ids: by
 
 
 async def test_engine_step_without_a_result_for_too_long_executor_is_lost_and_the_step_runs_anew() -> None:
-    async with running_split(ScriptedExecutor(), step_timeout_s=0.1) as split:
+    async with running_split(ScriptedExecutor(), step_timeout_s=1) as split:
         await serving(split)
         split.executor.compute.clear()
         sink = Sink()
         split.engine.submit(make_new("a", 6, max_tokens=2), sink)
         await until(lambda: split.record.hangs)
-        assert "expected a result within 0.1 s" in split.record.last_error
+        assert "expected a result within 1 s" in split.record.last_error
         split.executor.compute.set()
         await until(lambda: sink.last is not None)
         assert sink.token_ids == [7, 7]

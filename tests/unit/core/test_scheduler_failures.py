@@ -252,6 +252,21 @@ def test_lose_steps_same_request_in_a_row_ends_with_an_error() -> None:
     assert set(rows_of(run_step(scheduler))) == {"innocent"}
 
 
+def test_lose_steps_nobody_to_blame_ends_nobody_and_forgives_nothing() -> None:
+    scheduler = make_scheduler()
+    request = scheduler.add_request(make_new("a", 4))
+    for _ in range(MAX_FAILED_STEPS + 1):
+        scheduler.schedule()
+        scheduler.lose_steps(blame=False)
+        scheduler.check_integrity()
+    assert (request.failed_steps, scheduler.stats.steps_failed) == (0, MAX_FAILED_STEPS + 1)
+    for blame in (True, False, True, False, True):
+        assert scheduler.take_outputs() == []
+        scheduler.schedule()
+        scheduler.lose_steps(blame=blame)
+    assert isinstance(outputs_of(scheduler)["a"].error, RowFailedError)
+
+
 @pytest.mark.parametrize("max_outstanding", [1, 2])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_lose_steps_poison_among_others_ends_alone(policy: str, max_outstanding: int) -> None:

@@ -9,7 +9,12 @@ from kvmanager_service.core.errors import BadResultError
 from kvmanager_service.core.request import SamplingParams, TokenLogprobs
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.step import Step
-from kvmanager_service.step_message import build_execute_request, read_execute_response
+from kvmanager_service.step_message import (
+    MAX_ERROR_CHARS,
+    MAX_REASON_CHARS,
+    build_execute_request,
+    read_execute_response,
+)
 from tests.unit.core.builders import (
     block_ids,
     make_kv,
@@ -234,6 +239,15 @@ def test_read_execute_response_columns_are_read() -> None:
         (1, "NON_FINITE_LOGITS", "nan"),
         (0, "ROW_FAILED", "the executor gave no reason"),
     ]
+
+
+def test_read_execute_response_long_message_of_a_failed_row_is_cut() -> None:
+    response = make_response()
+    response.row_errors.add(row=0, reason="R" * 64, message="x" * 1_000_000)
+    response.row_errors.add(row=1, reason="R" * MAX_REASON_CHARS, message="\U0001f600" * MAX_ERROR_CHARS)
+    errors = read_execute_response(response).errors
+    assert (errors[0].reason, str(errors[0])) == ("R" * 62 + "…", "x" * (MAX_ERROR_CHARS - 1) + "…")
+    assert (errors[1].reason, str(errors[1])) == ("R" * MAX_REASON_CHARS, "\U0001f600" * MAX_ERROR_CHARS)
 
 
 @pytest.mark.parametrize(

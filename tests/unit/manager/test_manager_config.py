@@ -44,6 +44,11 @@ def test_config_flag_beats_environment_twin(monkeypatch: pytest.MonkeyPatch) -> 
     assert (config.port, config.queue_ahead) == (2, True)
 
 
+@pytest.mark.parametrize("seconds", ["0", "1", "300"])
+def test_config_step_timeout_is_none_or_a_second_at_least(seconds: str) -> None:
+    assert load_config(["--step-timeout-s", seconds]).step_timeout_s == float(seconds)
+
+
 def test_config_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load_config([]).port = 1  # type: ignore[misc]
@@ -59,6 +64,8 @@ def test_config_is_frozen() -> None:
         (["--watermark", "1"], "less than 1", "'1'"),
         (["--watermark", "nan"], "less than 1", "'nan'"),
         (["--drain-timeout-s", "inf"], "finite number", "'inf'"),
+        (["--step-timeout-s", "0.001"], "--step-timeout-s: expected 0 for no limit, or at least 1 s", "'0.001'"),
+        (["--step-timeout-s", "-1"], "greater than or equal to 0", "'-1'"),
         (["--fair-output-weight", "0"], "greater than 0", "'0'"),
         (["--fair-cached-weight", "2"], "fair_cached_weight at most fair_input_weight (1.0)", "2"),
         (["--max-num-seqs", "4096"], "max_num_seqs at most max_num_batched_tokens (2048)", "4096"),

@@ -8,7 +8,7 @@ import pytest
 
 from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.errors import ExecutorIdReusedError, ExecutorRejectedError, UnavailableError
-from kvmanager_service.registry import ExecutorRegistry, ExecutorState
+from kvmanager_service.registry import MAX_EXECUTORS, ExecutorRegistry, ExecutorState
 
 
 class Clock:
@@ -135,6 +135,37 @@ def test_registry_draining_refuses_new_and_renews_known(registry: ExecutorRegist
     assert ids(registry) == ["a"]
     with pytest.raises(UnavailableError, match="stopping"):
         registry.register("b", "host:2")
+
+
+def test_registry_draining_takes_back_whose_lease_ended_and_no_stranger(
+    registry: ExecutorRegistry, clock: Clock
+) -> None:
+    registry.register("before", "host:1")
+    clock.now += 10
+    registry.register("a", "host:2")
+    registry.drain()
+    clock.now += 10
+    assert ids(registry) == []
+    registry.register("a", "host:2")
+    registry.register("before", "host:1")
+    assert ids(registry) == ["a", "before"]
+    for stranger, address in (("b", "host:3"), ("b", "host:2")):
+        with pytest.raises(UnavailableError, match="stopping"):
+            registry.register(stranger, address)
+    clock.now += 10
+    with pytest.raises(UnavailableError, match="stopping"):
+        registry.register("a", "host:4")
+
+
+def test_registry_remembers_no_more_of_those_gone_than_it_takes(registry: ExecutorRegistry, clock: Clock) -> None:
+    for index in range(MAX_EXECUTORS + 1):
+        registry.register(f"e{index}", "host:1")
+    clock.now += 10
+    registry.expire()
+    registry.drain()
+    registry.register("e1", "host:1")
+    with pytest.raises(UnavailableError, match="stopping"):
+        registry.register("e0", "host:1")
 
 
 async def test_registry_change_wakes_every_waiter_once(registry: ExecutorRegistry, clock: Clock) -> None:
