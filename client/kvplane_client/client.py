@@ -1,4 +1,4 @@
-"""The synchronous client: the asynchronous one on a thread of its own.
+"""The synchronous client: the asynchronous one on another thread, which all clients share (`_loop_thread`).
 
 Station: beside AsyncClient, for scripts and notebooks. Every method waits for the coroutine of the same name; an
 interrupt (Ctrl-C) while waiting cancels it, and with it the request on the server.
@@ -6,17 +6,15 @@ interrupt (Ctrl-C) while waiting cancels it, and with it the request on the serv
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Self, TypeVar, Unpack
 
 import grpc
 
+from kvplane_client._loop_thread import Calls
 from kvplane_client.async_client import AsyncClient
-from kvplane_client.errors import FailedPreconditionError, KvPlaneError, RequestCancelledError
+from kvplane_client.errors import KvPlaneError
 from kvplane_client.kv_events import KvEventBatch
 from kvplane_client.manager_types import BlockFilter, BlockInfo, BlockTrace, ExecutorInfo, Model, RequestInfo, Stats
 from kvplane_client.retry import RetryListener, RetryPolicy
@@ -29,49 +27,6 @@ __all__ = ["Client", "SyncGenerationStream", "SyncSequencePool"]
 _T = TypeVar("_T")
 
 
-class _LoopThread:
-    """An event loop that runs in a daemon thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kvplane-client", daemon=True)
-        self._thread.start()
-        self.closed = False
-
-    def wait(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Runs a coroutine to its end; an exception that strikes here, such as KeyboardInterrupt, cancels it."""
-        if self.closed:
-            coroutine.close()
-            raise FailedPreconditionError("the client is closed: make another")
-        future: Future[_T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except CancelledError:
-            raise RequestCancelledError("the client was closed during the call") from None
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        """Ends the loop and the thread. May be called any number of times."""
-        if self.closed:
-            return
-        self.wait(_cancel_others())
-        self.closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
-async def _cancel_others() -> None:
-    """Cancels what an interrupt left behind and waits for it."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-    await asyncio.get_running_loop().shutdown_asyncgens()
-
-
 class SyncGenerationStream:
     """The output of one request: an iterator of :class:`Chunk` and a context manager.
 
@@ -79,9 +34,9 @@ class SyncGenerationStream:
         request_id: The request's id.
     """
 
-    def __init__(self, stream: GenerationStream, thread: _LoopThread) -> None:
+    def __init__(self, stream: GenerationStream, calls: Calls) -> None:
         self._stream = stream
-        self._thread = thread
+        self._calls = calls
         self.request_id = stream.request_id
 
     def __enter__(self) -> Self:
@@ -97,22 +52,22 @@ class SyncGenerationStream:
 
     def __next__(self) -> Chunk:
         """Returns the next chunk; errors are those of :class:`GenerationStream`."""
-        chunk = self._thread.wait(_next_or_none(self._stream))
+        chunk = self._calls.wait(_next_or_none, self._stream)
         if chunk is None:
             raise StopIteration
         return chunk
 
     def abort(self) -> None:
         """Ends the request; a last chunk with finish_reason ABORT follows."""
-        self._thread.wait(self._stream.abort())
+        self._calls.wait(self._stream.abort)
 
     def completion(self) -> Completion:
         """Waits for the end and returns everything not yet taken from the stream."""
-        return self._thread.wait(self._stream.completion())
+        return self._calls.wait(self._stream.completion)
 
     def close(self) -> None:
         """Ends the stream, and the request if it is unfinished."""
-        self._thread.wait(self._stream.aclose())
+        self._calls.wait(self._stream.aclose)
 
 
 class SyncSequencePool:
@@ -122,9 +77,9 @@ class SyncSequencePool:
         info: The pool as it was opened.
     """
 
-    def __init__(self, pool: SequencePool, thread: _LoopThread) -> None:
+    def __init__(self, pool: SequencePool, calls: Calls) -> None:
         self._pool = pool
-        self._thread = thread
+        self._calls = calls
         self.info = pool.info
 
     def __enter__(self) -> Self:
@@ -137,11 +92,11 @@ class SyncSequencePool:
 
     def update(self, operations: Iterable[SequenceOperation] = ()) -> list[SequenceResult]:
         """Applies operations in order and returns a result for each."""
-        return self._thread.wait(self._pool.update(operations))
+        return self._calls.wait(self._pool.update, operations)
 
     def close(self) -> None:
         """Closes the pool."""
-        self._thread.wait(self._pool.close())
+        self._calls.wait(self._pool.close)
 
 
 class Client:
@@ -160,7 +115,7 @@ class Client:
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
         self._client = AsyncClient(target, timeout=timeout, retry=retry, on_retry=on_retry, credentials=credentials)
-        self._thread = _LoopThread()
+        self._calls = Calls()
 
     def __enter__(self) -> Self:
         return self
@@ -172,38 +127,38 @@ class Client:
 
     def close(self) -> None:
         """Closes the connection; unfinished requests are aborted. May be called any number of times."""
-        if not self._thread.closed:
-            self._thread.wait(self._client.close())
-        self._thread.close()
+        if not self._calls.closed:
+            self._calls.wait(self._client.close)
+        self._calls.close()
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> SyncGenerationStream:
         """Generates, piece by piece."""
-        return SyncGenerationStream(self._thread.wait(self._open(prompt, options)), self._thread)
+        return SyncGenerationStream(self._calls.wait(self._open, prompt, options), self._calls)
 
     async def _open(self, prompt: Prompt, options: GenerateOptions) -> GenerationStream:
         return self._client.stream(prompt, **options)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """Generates and returns the whole output."""
-        return self._thread.wait(self._client.generate(prompt, **options))
+        return self._calls.wait(self._client.generate, prompt, **options)
 
     def generate_batch(
         self, prompts: Iterable[Prompt], *, max_in_flight: int = 256, **options: Unpack[GenerateOptions]
     ) -> list[Completion | KvPlaneError]:
         """Generates for many prompts on one stream."""
-        return self._thread.wait(self._client.generate_batch(prompts, max_in_flight=max_in_flight, **options))
+        return self._calls.wait(self._client.generate_batch, prompts, max_in_flight=max_in_flight, **options)
 
     def abort(self, request_id: str) -> None:
         """Ends a request."""
-        self._thread.wait(self._client.abort(request_id))
+        self._calls.wait(self._client.abort, request_id)
 
     def get_model(self) -> Model:
         """Returns the model being served."""
-        return self._thread.wait(self._client.get_model())
+        return self._calls.wait(self._client.get_model)
 
     def get_stats(self) -> Stats:
         """Returns the manager's counters and gauges."""
-        return self._thread.wait(self._client.get_stats())
+        return self._calls.wait(self._client.get_stats)
 
     def list_requests(
         self, *, include_finished: bool = False, request_id: str = "", page_size: int = 0
@@ -219,11 +174,11 @@ class Client:
 
     def trace_block(self, block_id: int) -> BlockTrace:
         """Returns what became of a block."""
-        return self._thread.wait(self._client.trace_block(block_id))
+        return self._calls.wait(self._client.trace_block, block_id)
 
     def reset_prefix_cache(self) -> int:
         """Forgets every cached block and returns how many there were."""
-        return self._thread.wait(self._client.reset_prefix_cache())
+        return self._calls.wait(self._client.reset_prefix_cache)
 
     def watch_kv_events(
         self, *, log_id: str = "", from_sequence: int = 0, include_token_ids: bool = False
@@ -246,7 +201,8 @@ class Client:
         lease_seconds: float = 0,
     ) -> SyncSequencePool:
         """Opens a pool of block tables for an engine that runs its own loop."""
-        opened = self._client.open_pool(
+        opened = self._calls.wait(
+            self._client.open_pool,
             num_blocks,
             block_size,
             pool_id=pool_id,
@@ -254,22 +210,22 @@ class Client:
             eviction_policy=eviction_policy,
             lease_seconds=lease_seconds,
         )
-        return SyncSequencePool(self._thread.wait(opened), self._thread)
+        return SyncSequencePool(opened, self._calls)
 
     def list_pools(self) -> list[SequencePoolInfo]:
         """Returns the open pools of engines that run their own loop."""
-        return self._thread.wait(self._client.list_pools())
+        return self._calls.wait(self._client.list_pools)
 
     def list_executors(self) -> Sequence[ExecutorInfo]:
         """Returns the executors whose lease is valid."""
-        return self._thread.wait(self._client.list_executors())
+        return self._calls.wait(self._client.list_executors)
 
     def wait_ready(self, timeout: float | None = None) -> Model:
         """Waits until the manager is ready."""
-        return self._thread.wait(self._client.wait_ready(timeout))
+        return self._calls.wait(self._client.wait_ready, timeout)
 
     def _iterate(self, items: AsyncIterator[_T]) -> Iterator[_T]:
-        while (item := self._thread.wait(_next_or_none(items))) is not None:
+        while (item := self._calls.wait(_next_or_none, items)) is not None:
             yield item
 
 

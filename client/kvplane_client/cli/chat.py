@@ -9,19 +9,23 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvplane_client.cli import options as opt
-from kvplane_client.cli.generate import given
+from kvplane_client.cli.generate import ABORTED, print_usage
 from kvplane_client.cli.output import err_console, print_json, write_text
 from kvplane_client.cli.session import CommandError, generation_session
 from kvplane_client.client import Client
 from kvplane_client.errors import KvPlaneError
-from kvplane_client.types import ChatMessage, GenerateOptions
+from kvplane_client.types import ChatMessage, Chunk, FinishReason, GenerateOptions
 
 __all__ = ["chat"]
 
-_HELP = """Talk with the model. Needs a model with a chat template.
+_HELP = """Talk with the model. It needs a chat template.
 
-In the terminal: /exit or Ctrl-D leaves, /reset starts over, Ctrl-C stops an answer (at the prompt it leaves).
-With standard input redirected, the whole input is one message and the answer is printed.
+In the terminal: /exit or Ctrl-D leaves, /reset starts over, Ctrl-C stops an
+answer (at the prompt it leaves). With standard input redirected, the whole
+input is one message and the answer is printed.
+
+An answer ends where the model ends it, at the latest at the model's length:
+-n limits it.
 
 Examples:
 
@@ -40,6 +44,7 @@ class _Conversation:
         client: The connection.
         options: Sampling and stopping.
         as_json: Print chunks as JSON lines.
+        usage: Print token counts after each answer.
         system: The system message, or None.
         messages: The turns so far.
     """
@@ -47,6 +52,7 @@ class _Conversation:
     client: Client
     options: GenerateOptions
     as_json: bool
+    usage: bool
     system: str | None
     messages: list[ChatMessage] = field(default_factory=list)
 
@@ -58,27 +64,38 @@ class _Conversation:
         """Sends a message and prints the answer; both become part of the conversation once the answer ended.
 
         An interrupted answer stays in the conversation as far as it got.
+
+        Raises:
+            CommandError: Somebody ended the request.
         """
         question = ChatMessage("user", text)
         pieces: list[str] = []
+        last: Chunk | None = None
         try:
             with self.client.stream([*self.messages, question], **self.options) as output:
-                for chunk in output:
-                    pieces.append(chunk.text)
+                for last in output:
+                    pieces.append(last.text)
                     if self.as_json:
-                        print_json(chunk)
+                        print_json(last)
                     else:
-                        write_text(chunk.text)
+                        write_text(last.text)
         finally:
             if not self.as_json:
                 write_text("\n")
             if pieces:
                 self.messages += [question, ChatMessage("assistant", "".join(pieces))]
+        if last is not None:
+            if self.usage:
+                print_usage(last)
+            if last.finish_reason is FinishReason.ABORT:
+                raise CommandError(ABORTED)
 
 
 def chat(
     *,
     system: opt.System = None,
+    usage: opt.Usage = False,
+    as_json: opt.JsonFlag = False,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
@@ -86,15 +103,25 @@ def chat(
     repetition_penalty: opt.RepetitionPenalty = None,
     presence_penalty: opt.PresencePenalty = None,
     frequency_penalty: opt.FrequencyPenalty = None,
+    logit_bias: opt.LogitBias = None,
     seed: opt.Seed = None,
+    logprobs: opt.Logprobs = None,
     max_tokens: opt.MaxTokens = None,
+    min_tokens: opt.MinTokens = None,
     stop: opt.Stop = None,
+    stop_token_id: opt.StopTokenId = None,
+    ignore_eos: opt.IgnoreEos = False,
+    include_stop: opt.IncludeStop = False,
+    priority: opt.Priority = 0,
+    retention_priority: opt.RetentionPriority = 0,
+    cache_salt: opt.CacheSalt = None,
+    tenant: opt.Tenant = None,
+    deadline: opt.Deadline = None,
     server: opt.Server = "localhost:50051",
     wait: opt.Wait = 0,
-    as_json: opt.JsonFlag = False,
 ) -> None:
     """Talk with the model; the help text is _HELP."""
-    options = given(
+    options = opt.chosen(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -102,14 +129,25 @@ def chat(
         repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
+        logit_bias=logit_bias,
         seed=seed,
+        logprobs=logprobs,
         max_tokens=max_tokens,
+        min_tokens=min_tokens,
         stop=stop,
+        stop_token_ids=stop_token_id,
+        ignore_eos=ignore_eos,
+        include_stop=include_stop,
+        priority=priority,
+        retention_priority=retention_priority,
+        cache_salt=cache_salt,
+        tenant=tenant,
+        deadline=deadline,
     )
     with generation_session(server, as_json=as_json, wait=wait) as (client, model):
         if not model.has_chat_template:
             raise CommandError(f"model {model.name} has no chat template: use `kvplane generate`")
-        conversation = _Conversation(client, options, as_json, system)
+        conversation = _Conversation(client, options, as_json, usage, system)
         conversation.reset()
         if sys.stdin.isatty():
             err_console().print(f"[dim]{escape(model.name)} on {escape(server)}. {_COMMANDS}[/dim]")
@@ -157,5 +195,7 @@ def _turn(conversation: _Conversation, line: str, console: Console) -> None:
         conversation.answer(line)
     except KvPlaneError as error:
         console.print(f"[bold red]error:[/bold red] {escape(error.message)}")
+    except CommandError as error:
+        console.print(f"[bold red]error:[/bold red] {escape(str(error))}")
     except KeyboardInterrupt:
         console.print("[dim]stopped[/dim]")

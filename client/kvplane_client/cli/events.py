@@ -10,6 +10,7 @@ import typer
 from kvplane_client.cli import options as opt
 from kvplane_client.cli.output import print_json, write_text
 from kvplane_client.cli.session import session
+from kvplane_client.cli.values import refused
 from kvplane_client.kv_events import KvBlockRemoved, KvBlockStored, KvCacheCleared, KvEvent, KvEventBatch
 
 __all__ = ["events"]
@@ -20,16 +21,23 @@ _NAMES = {KvBlockStored: "stored", KvBlockRemoved: "removed", KvCacheCleared: "c
 def events(
     since: Annotated[
         str | None,
-        typer.Option("--since", help='LOG:NUMBER, as the last line with --json names it in "next"; else a snapshot.'),
+        typer.Option(
+            "--since",
+            metavar="AT",
+            help='LOG:NUMBER, as the last line with --json names it in "next"; else a snapshot.',
+        ),
     ] = None,
-    token_ids: Annotated[bool, typer.Option("--token-ids", help="Add the blocks' tokens: what users wrote.")] = False,
+    token_ids: Annotated[
+        bool, typer.Option("--token-ids", metavar="", help="Add the blocks' tokens: what users wrote.")
+    ] = False,
     server: opt.Server = "localhost:50051",
     wait: opt.Wait = 0,
     as_json: opt.JsonFlag = False,
 ) -> None:
-    """Follow the prefix cache: what is there, then each block that comes and goes, until Ctrl-C.
+    """Follow the prefix cache: each block that comes and goes, until Ctrl-C.
 
-    A block counts once it is filled. With --json each batch is one line; "next" says where to go on after it.
+    It begins with what is there. A block counts once it is filled. With --json
+    each batch is one line; "next" says where to go on after it.
 
     Examples:
       kvplane events
@@ -50,7 +58,7 @@ def _position(since: str | None) -> tuple[str, int]:
         return "", 0
     log_id, _, number = since.partition(":")
     if not log_id or not number.isdecimal() or not int(number):
-        raise typer.BadParameter(f'--since: expected LOG:NUMBER such as "3f2a:17", got {since!r}')
+        raise refused('LOG:NUMBER such as "3f2a:17"', since, "leave it out for a snapshot", option="--since")
     return log_id, int(number)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -11,6 +11,7 @@ from rich.markup import escape
 from kvplane_client.cli import options as opt
 from kvplane_client.cli.output import err_console, print_json, write_text
 from kvplane_client.cli.session import EXIT_ERROR, generation_session
+from kvplane_client.cli.values import text
 from kvplane_client.client import SyncGenerationStream
 from kvplane_client.types import (
     ChatMessage,
@@ -18,15 +19,23 @@ from kvplane_client.types import (
     Completion,
     CompletionBuilder,
     FinishReason,
-    GenerateOptions,
     Prompt,
 )
 
-__all__ = ["generate", "given", "stream_out"]
+__all__ = ["ABORTED", "DEFAULT_MAX_TOKENS", "generate", "print_usage", "stream_out"]
 
-_HELP = """Continue a prompt. Text streams to stdout as it is produced; Ctrl-C aborts the request on the server.
+ABORTED = "aborted: somebody ended the request; its output is not complete"
 
-The prompt is the argument or, without one, standard input. A model without a tokenizer takes and gives token ids.
+DEFAULT_MAX_TOKENS = 256
+
+_HELP = f"""Continue a prompt.
+
+Text streams to stdout as it is produced; Ctrl-C aborts the request on the
+server. The prompt is the argument or, without one, standard input. A model
+without a tokenizer takes and gives token ids.
+
+The output ends with the model's end-of-sequence token, with --stop, or after
+-n tokens, {DEFAULT_MAX_TOKENS} if nothing is said.
 
 Examples:
 
@@ -36,20 +45,29 @@ Examples:
 
   cat article.txt | kvplane generate -n 200 --stop "###"
 
-  kvplane generate "Hello" --json | jq -r .text          (one JSON object a chunk)
+  kvplane generate "Hello" --json | jq -r .text       (an object a chunk)
 
-  kvplane generate "Hello" --json --no-stream | jq .usage (one JSON object in all)
+  kvplane generate "Hello" --json --no-stream | jq .usage     (one in all)
 """
 
 
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help='Text to continue; "-" or nothing reads stdin.')] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help='Text to continue; "-" or nothing reads stdin.')
+    ] = None,
     *,
-    chat: Annotated[bool, typer.Option("--chat", help="Treat the prompt as a user message of a chat.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", metavar="", help="Treat the prompt as a user message of a chat.")
+    ] = False,
     system: opt.System = None,
-    token_ids: Annotated[str | None, typer.Option("--token-ids", help='Prompt as token ids, such as "1,2,3".')] = None,
-    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print pieces as they come.")] = True,
-    usage: Annotated[bool, typer.Option("--usage", help="Print token counts and finish reason on stderr.")] = False,
+    token_ids: Annotated[
+        str | None, typer.Option("--token-ids", metavar="IDS", help='Prompt as token ids, such as "1,2,3".')
+    ] = None,
+    stream: Annotated[
+        bool, typer.Option("--stream/--no-stream", metavar="", help="Print pieces as they come.")
+    ] = True,
+    usage: opt.Usage = False,
+    as_json: opt.JsonFlag = False,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
@@ -57,45 +75,33 @@ def generate(
     repetition_penalty: opt.RepetitionPenalty = None,
     presence_penalty: opt.PresencePenalty = None,
     frequency_penalty: opt.FrequencyPenalty = None,
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option("--logit-bias", help="ID:VALUE, -100 to 100. May be repeated.", rich_help_panel="Sampling"),
-    ] = None,
+    logit_bias: opt.LogitBias = None,
     seed: opt.Seed = None,
-    logprobs: Annotated[
-        int | None,
-        typer.Option("--logprobs", help="Report log probabilities (with --json).", rich_help_panel="Sampling"),
-    ] = None,
+    logprobs: opt.Logprobs = None,
     max_tokens: opt.MaxTokens = None,
-    min_tokens: Annotated[
-        int | None, typer.Option("--min-tokens", help="Fewest tokens to produce.", rich_help_panel="Stopping")
-    ] = None,
+    min_tokens: opt.MinTokens = None,
     stop: opt.Stop = None,
-    stop_token_id: Annotated[
-        list[int] | None,
-        typer.Option("--stop-token-id", help="Token id that ends it. May be repeated.", rich_help_panel="Stopping"),
+    stop_token_id: opt.StopTokenId = None,
+    ignore_eos: opt.IgnoreEos = False,
+    include_stop: opt.IncludeStop = False,
+    priority: opt.Priority = 0,
+    retention_priority: opt.RetentionPriority = 0,
+    cache_salt: opt.CacheSalt = None,
+    tenant: opt.Tenant = None,
+    request_id: Annotated[
+        str | None,
+        typer.Option(
+            "--request-id", metavar="NAME", parser=text(0, 256, advice="shorten it"),
+            help="Name for `kvplane abort` and `kvplane requests`. Default: a random one.", rich_help_panel="Request",
+        ),
     ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.", rich_help_panel="Stopping")
-    ] = False,
-    include_stop: Annotated[
-        bool, typer.Option("--include-stop", help="Keep the matched stop string.", rich_help_panel="Stopping")
-    ] = False,
-    priority: Annotated[int, typer.Option("--priority", help="Lower is served first (priority policy).")] = 0,
-    retention_priority: Annotated[
-        int, typer.Option("--retention-priority", help="Higher is cached longer (eviction policy priority).")
-    ] = 0,
-    cache_salt: Annotated[str | None, typer.Option("--cache-salt", help="Share cached blocks only with it.")] = None,
-    tenant: Annotated[str | None, typer.Option("--tenant", help="Whose request it is (fair policy).")] = None,
-    request_id: Annotated[str | None, typer.Option("--request-id", help="Name for abort and requests.")] = None,
-    deadline: Annotated[float | None, typer.Option("--deadline", min=0, help="Seconds it may take in all.")] = None,
+    deadline: opt.Deadline = None,
     server: opt.Server = "localhost:50051",
     wait: opt.Wait = 0,
-    as_json: opt.JsonFlag = False,
-) -> None:
+) -> None:  # fmt: skip
     """Continue a prompt; the help text is _HELP."""
     full_prompt = _prompt(prompt, token_ids, chat, system)
-    options = given(
+    options = opt.chosen(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -103,7 +109,7 @@ def generate(
         repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
-        logit_bias=opt.parse_logit_bias(logit_bias),
+        logit_bias=logit_bias,
         seed=seed,
         logprobs=logprobs,
         max_tokens=max_tokens,
@@ -119,27 +125,27 @@ def generate(
         request_id=request_id,
         deadline=deadline,
     )
+    options.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, min_tokens or 0))
     with (
         generation_session(server, as_json=as_json, wait=wait) as (client, model),
         client.stream(full_prompt, **options) as output,
     ):
         last = stream_out(output, as_json=as_json, stream=stream, as_ids=not model.has_tokenizer)
-    if usage and last is not None:
-        _print_usage(last)
-    if last is not None and last.finish_reason is FinishReason.ABORT:
+    if last is None:
+        return
+    if usage:
+        print_usage(last)
+    if last.finish_reason is FinishReason.ABORT:
         if not as_json:
-            err_console().print("[bold red]aborted:[/bold red] somebody ended the request; its output is not complete")
+            err_console().print(f"[bold red]error:[/bold red] {ABORTED}")
         raise typer.Exit(EXIT_ERROR)
+    if max_tokens is None and not as_json and last.finish_reason is FinishReason.LENGTH:
+        assert last.usage is not None, "the last chunk carries usage"
+        if last.usage.completion_tokens == options["max_tokens"]:
+            err_console().print(f"[dim]ended after {options['max_tokens']} tokens; -n N sets another limit[/dim]")
 
 
 generate.__doc__ = _HELP
-
-
-def given(**values: Any) -> GenerateOptions:
-    """Returns the options that were given; flags that are off count as not given."""
-    # The callers' names are those of the options; the request builder refuses any other.
-    chosen = {name: value for name, value in values.items() if value is not None and value is not False}
-    return cast(GenerateOptions, chosen)
 
 
 def stream_out(output: SyncGenerationStream, *, as_json: bool, stream: bool, as_ids: bool = False) -> Chunk | None:
@@ -159,17 +165,17 @@ def stream_out(output: SyncGenerationStream, *, as_json: bool, stream: bool, as_
             continue
         if as_json:
             print_json(chunk)
-        elif text := _shown(chunk, as_ids):
-            write_text(text)
-            ends_line = text.endswith("\n")
+        elif piece := _shown(chunk, as_ids):
+            write_text(piece)
+            ends_line = piece.endswith("\n")
     if not stream:
         completion = builder.build()
         if as_json:
             print_json(completion)
         else:
-            text = _shown(completion, as_ids)
-            write_text(text)
-            ends_line = text.endswith("\n")
+            whole = _shown(completion, as_ids)
+            write_text(whole)
+            ends_line = whole.endswith("\n")
     if not as_json and not ends_line:
         write_text("\n")
     return last
@@ -197,7 +203,8 @@ def _prompt(prompt: str | None, token_ids: str | None, chat: bool, system: str |
     return [*opening, ChatMessage("user", prompt)]
 
 
-def _print_usage(last: Chunk) -> None:
+def print_usage(last: Chunk) -> None:
+    """Prints what the last chunk tells of the whole, on stderr."""
     assert last.usage is not None, "the last chunk carries usage"
     assert last.finish_reason is not None, "the last chunk carries the finish reason"
     counts = last.usage

@@ -14,6 +14,7 @@ from rich.table import Table
 from kvplane_client.cli import options as opt
 from kvplane_client.cli.output import out_console, print_json, ranges
 from kvplane_client.cli.session import session
+from kvplane_client.cli.values import MAX_INT32, integer
 from kvplane_client.manager_types import BlockFilter, BlockInfo, RequestInfo
 
 __all__ = ["blocks", "blocks_app", "requests", "trace"]
@@ -23,15 +24,18 @@ _LEGEND = "█ used and cached  ▓ used  ? used, not yet acknowledged  ░ free
 
 
 def requests(
-    request_id: Annotated[str, typer.Argument(help="Show this request only.")] = "",
-    include_finished: Annotated[bool, typer.Option("--all", "-a", help="Add requests that finished lately.")] = False,
+    request_id: Annotated[str, typer.Argument(metavar="ID", help="Show this request only.")] = "",
+    include_finished: Annotated[
+        bool, typer.Option("--all", "-a", metavar="", help="Add requests that finished lately.")
+    ] = False,
     server: opt.Server = "localhost:50051",
     wait: opt.Wait = 0,
     as_json: opt.JsonFlag = False,
 ) -> None:
-    """List requests with their block tables, oldest first. Prompts and outputs are never shown.
+    """List requests with their block tables, oldest first.
 
-    A block id in two tables is a block that two requests share.
+    A block id in two tables is a block that two requests share. Prompts and
+    outputs are never shown.
 
     Examples:
       kvplane requests --all
@@ -85,7 +89,9 @@ def blocks(
     block_filter: Annotated[
         BlockFilter, typer.Option("--filter", "-f", help="Which blocks to show.", case_sensitive=False)
     ] = BlockFilter.ALL,
-    show_list: Annotated[bool, typer.Option("--list", "-l", help="One line a block instead of the map.")] = False,
+    show_list: Annotated[
+        bool, typer.Option("--list", "-l", metavar="", help="One line a block instead of the map.")
+    ] = False,
     server: opt.Server = "localhost:50051",
     wait: opt.Wait = 0,
     as_json: opt.JsonFlag = False,
@@ -117,12 +123,21 @@ def blocks(
 
 @blocks_app.command()
 def trace(
-    block_id: Annotated[int, typer.Argument(help="The block's id, as `kvplane blocks --list` shows it.", min=1)],
+    block_id: Annotated[
+        int,
+        typer.Argument(
+            metavar="ID", parser=integer(1, MAX_INT32, advice="block 0 is the null block"),
+            help="The block's id, as `kvplane blocks --list` shows it.",
+        ),
+    ],
     server: opt.Server = "localhost:50051",
     wait: opt.Wait = 0,
     as_json: opt.JsonFlag = False,
-) -> None:
-    """Tell one block's life: who took it, what it held, who hit it. The manager keeps it with --block-history N.
+) -> None:  # fmt: skip
+    """Tell one block's life: who took it, what it held, who hit it.
+
+    The manager keeps it when it is started with --block-history N:
+    kvplane up --manager-arg=--block-history=100000
 
     Example:
       kvplane blocks trace 12

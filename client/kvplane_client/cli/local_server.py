@@ -17,6 +17,8 @@ from kvplane_client.cli.session import CommandError
 
 __all__ = ["LocalServer"]
 
+# An address of RFC 5737, which no machine has.
+_ELSEWHERE = ("192.0.2.1", 9)
 # Whatever ends the supervisor ends the services.
 _FIXED = ("--log-format", "json", "--exit-with-parent")
 
@@ -53,9 +55,17 @@ class LocalServer:
     @property
     def address(self) -> str:
         """Where clients on this machine, and the executor, reach the manager."""
-        if self.host in ("0.0.0.0", "::", "127.0.0.1"):  # noqa: S104 - compared with, not bound to
-            return f"localhost:{self.port}"
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        host = "localhost" if self._listens_everywhere or self.host == "127.0.0.1" else self.host
+        return _joined(host, self.port)
+
+    @property
+    def network_address(self) -> str | None:
+        """Where other machines reach the manager if it listens on every interface; None where `address` is all."""
+        return _joined(_own_host(), self.port) if self._listens_everywhere else None
+
+    @property
+    def _listens_everywhere(self) -> bool:
+        return self.host in ("0.0.0.0", "::")  # noqa: S104 - compared with, not bound to
 
     def manager(self, flags: Mapping[str, object], extra: Sequence[str]) -> ChildSpec:
         """Returns how the manager is run: these flags as far as they have a value, then the extra arguments."""
@@ -71,6 +81,21 @@ class LocalServer:
         given = [item for flag, value in flags.items() if value is not None for item in (flag, value)]
         argv = [sys.executable, "-m", module, *map(str, where), *_FIXED, *map(str, given), *extra]
         return ChildSpec(name, argv, self.log_folder / f"{name}.log")
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _own_host() -> str:
+    """Returns this machine's address on its main network; where it has none, its name."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_ELSEWHERE)  # chooses a route, sends nothing
+        except OSError:
+            return socket.gethostname()
+        host: str = probe.getsockname()[0]
+    return host
 
 
 def _free_port(host: str, port: int) -> int:

@@ -24,8 +24,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help=(
         "LLM inference with a KV manager you can look into.\n\n"
-        "Start with `kvplane up`, then in another terminal `kvplane chat`.\n\n"
-        "Exit codes: 0 done, 1 error, 2 wrong usage, 3 server unavailable, 130 interrupted."
+        "Start with `kvplane up`, then in another terminal:\n\n"
+        '  kvplane generate "The capital of France is" -n 16\n\n'
+        "  kvplane chat\n\n"
+        "  kvplane stats\n\n"
+        "Every command explains itself with --help.\n\n"
+        "Exit codes: 0 done, 1 error, 2 wrong usage, 3 no server, 130 interrupted."
     ),
 )
 
@@ -43,16 +47,6 @@ def _root(
     ] = False,
 ) -> None:
     """Holds the options of the command itself; the help text is the app's."""
-
-
-@app.command()
-def version(as_json: options.JsonFlag = False) -> None:
-    """Print the versions of KVPlane, Python and gRPC."""
-    versions = {"kvplane": __version__, "python": platform.python_version(), "grpc": str(grpc.__version__)}
-    if as_json:
-        print_json(versions)
-    else:
-        typer.echo(" ".join(f"{name} {number}" for name, number in versions.items()))
 
 
 app.command()(up.up)
@@ -73,6 +67,17 @@ app.command(
 )(replay.replay)
 app.command()(plan.plan)
 app.add_typer(model.app, name="model")
+
+
+@app.command()
+def version(as_json: options.JsonFlag = False) -> None:
+    """Print the versions of KVPlane, Python and gRPC."""
+    versions = {"kvplane": __version__, "python": platform.python_version(), "grpc": str(grpc.__version__)}
+    if as_json:
+        print_json(versions)
+    else:
+        typer.echo(" ".join(f"{name} {number}" for name, number in versions.items()))
+
 
 if __name__ == "__main__":
     app()

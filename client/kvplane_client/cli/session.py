@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from kvplane_client.cli.output import err_console, error_document, print_json
 from kvplane_client.client import Client
-from kvplane_client.errors import KvPlaneError, UnavailableError
+from kvplane_client.errors import DeadlineExceededError, KvPlaneError, UnavailableError
 from kvplane_client.manager_types import Model
 from kvplane_client.retry import NO_RETRY, RetryPolicy
 
@@ -22,6 +22,7 @@ __all__ = [
     "EXIT_ERROR",
     "EXIT_INTERRUPTED",
     "EXIT_UNAVAILABLE",
+    "EXIT_USAGE",
     "CommandError",
     "generation_session",
     "reported",
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 EXIT_ERROR = 1
+EXIT_USAGE = 2
 EXIT_UNAVAILABLE = 3
 EXIT_INTERRUPTED = 130
 
@@ -52,6 +54,9 @@ def reported(as_json: bool, server: str = "") -> Iterator[None]:
         if error.reason:
             advice = f"the manager at {server} answers but is not ready: --wait SECONDS waits for it"
         _fail(EXIT_UNAVAILABLE, error.message, error_document(error), as_json, advice)
+    except DeadlineExceededError as error:
+        message = "--deadline: expected the output to end in time, got no end"
+        _fail(EXIT_ERROR, message, error_document(error), as_json, "give it longer, or ask for fewer tokens with -n")
     except KvPlaneError as error:
         _fail(EXIT_ERROR, error.message, error_document(error), as_json, error.reason)
     except CommandError as error:

@@ -20,7 +20,7 @@ _TENANTS_SHOWN = 10
 
 
 def stats(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: opt.JsonFlag = False) -> None:
-    """Show what the manager is doing: requests, block pool, prefix cache, steps.
+    """Show what the manager is doing: requests, block pool, cache, steps.
 
     Counters run since the manager started.
 
@@ -95,10 +95,12 @@ def _hit_rate(current: Stats) -> str:
 def executors(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: opt.JsonFlag = False) -> None:
     """List the executors that hold a lease, and which of them runs the steps.
 
+    The others stand by: one takes over when the active one is lost.
+
     Examples:
       kvplane executors
 
-      kvplane executors --json | jq -r '.executors[] | select(.state == "active") | .address'
+      kvplane executors --json | jq -r '.executors[].address'
     """
     with session(server, as_json=as_json, wait=wait) as client:
         infos = client.list_executors()
@@ -117,12 +119,14 @@ def executors(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_jso
 
 
 def abort(
-    request_id: Annotated[str, typer.Argument(help="The request's id, as `kvplane requests` shows it.")],
+    request_id: Annotated[str, typer.Argument(metavar="ID", help="The request's id, as `kvplane requests` shows it.")],
     server: opt.Server = "localhost:50051",
     wait: opt.Wait = 0,
     as_json: opt.JsonFlag = False,
 ) -> None:
     """End a request; whoever streams it gets finish_reason "abort".
+
+    `kvplane requests` shows the ids of those that run.
 
     Example:
       kvplane abort req-4f2a
@@ -136,7 +140,9 @@ def abort(
 
 
 def reset_cache(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: opt.JsonFlag = False) -> None:
-    """Forget every cached block, so that nothing computed so far is reused. Refused while a request holds blocks.
+    """Forget every cached block, so that nothing computed so far is reused.
+
+    Refused while a request holds blocks.
 
     Example:
       kvplane reset-cache

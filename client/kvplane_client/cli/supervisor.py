@@ -5,7 +5,8 @@ about its readiness comes through a probe, and what users see goes through a vie
 
 Rules:
 
-1. The manager's end is the end: the executor is stopped, exit code 1.
+1. The manager's end is the end: the executor is stopped, exit code 1; 2 where that was the manager's own, which says
+   that its settings are wrong.
 2. An executor that ends before the server was ever ready is a mistake in its configuration: the same.
 3. Later it is started anew, after a pause that grows while it fails to become ready, until it failed too often.
 4. On SIGINT or SIGTERM the manager stops first, so that running requests finish on the executor; exit code 0.
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvplane_client.cli.child_process import ChildProcess
+from kvplane_client.cli.session import EXIT_ERROR, EXIT_USAGE
 from kvplane_client.manager_types import Model
 
 __all__ = ["Probe", "Supervisor", "SupervisorSettings", "View"]
@@ -117,8 +119,9 @@ class Supervisor:
             if self._stop.is_set():
                 self._view.stopping()
                 return 0
-            self._view.died(self._manager if tasks[1].done() else self._executor)
-            return 1
+            dead = self._manager if tasks[1].done() else self._executor
+            self._view.died(dead)
+            return EXIT_USAGE if dead.exit_code == EXIT_USAGE else EXIT_ERROR
         finally:
             for task in tasks:
                 task.cancel()

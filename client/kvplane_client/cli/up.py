@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import signal
 from pathlib import Path
 
@@ -13,32 +14,44 @@ from kvplane_client.cli import options as opt
 from kvplane_client.cli import up_options as up_opt
 from kvplane_client.cli.child_process import ChildProcess, ChildSpec
 from kvplane_client.cli.local_server import LocalServer
+from kvplane_client.cli.model_check import check_model
 from kvplane_client.cli.model_store import KNOWN_MODELS, installed_path, resolve
 from kvplane_client.cli.output import err_console
 from kvplane_client.cli.server_probe import ServerProbe
-from kvplane_client.cli.session import reported
+from kvplane_client.cli.session import CommandError, reported
 from kvplane_client.cli.supervisor import Supervisor, SupervisorSettings
 from kvplane_client.cli.up_view import UpView
+from kvplane_client.cli.values import refused
 from kvplane_client.retry import NO_RETRY
 
 __all__ = ["up"]
 
 _HELP = """Start a manager and an executor on this machine, and keep them running.
 
-The first start of --model smollm2 fetches the model. Ctrl-C stops: running requests may finish first. An executor
-that dies is started anew, and requests go on. Needs the extra: pip install 'kvplane\\[executor]'.
+Weights and KV cache take memory when the executor starts: 0.9 of a GPU's, on
+a CPU 0.9 of half of what is free. --memory-limit 4GiB takes less. A step
+computes at most 2048 tokens: --max-num-batched-tokens.
+
+The first start of smollm2 fetches it. Ctrl-C stops: running requests may
+finish first. An executor that dies is started anew, and requests go on.
 
 Examples:
 
   kvplane up
 
+  kvplane up --memory-limit 2GiB --max-num-batched-tokens 512
+
   kvplane up --model ~/models/Qwen3-0.6B --port 50052 --max-model-len 4096
 
-  kvplane up --backend sim                        (no weights: try the control plane)
+  kvplane up --backend sim            (no weights: try the control plane)
 
   kvplane up --manager-arg=--log-level --manager-arg=debug
+
+The torch backend needs the extra: pip install 'kvplane\\[executor]'.
 """
 _STOP_SECONDS = 10.0
+_READS_MODELS = "torch"
+_LIBRARIES = ("torch", "transformers")
 _EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -59,13 +72,18 @@ def up(
     policy: up_opt.Policy = None,
     manager_arg: up_opt.ManagerArg = None,
     executor_arg: up_opt.ExecutorArg = None,
-    restart_executor: up_opt.RestartExecutor = True,
+    no_restart_executor: up_opt.NoRestartExecutor = False,
     drain_seconds: up_opt.DrainSeconds = 30.0,
     state_dir: up_opt.StateDir = None,
     verbose: up_opt.Verbose = False,
     as_json: opt.JsonFlag = False,
 ) -> None:
     """Start a server; the help text is _HELP."""
+    if max_num_seqs is not None and max_num_batched_tokens is not None and max_num_seqs > max_num_batched_tokens:
+        expected = f"at most --max-num-batched-tokens ({max_num_batched_tokens})"
+        raise refused(expected, max_num_seqs, "lower it or raise the other", option="--max-num-seqs")
+    if model is not None and backend == _READS_MODELS and model not in KNOWN_MODELS:
+        check_model(model)
     manager_flags = {
         "--max-num-batched-tokens": max_num_batched_tokens,
         "--max-num-seqs": max_num_seqs,
@@ -81,13 +99,14 @@ def up(
         "--block-size": block_size,
         "--max-model-len": max_model_len,
     }
-    settings = SupervisorSettings(restart_executor=restart_executor, drain_seconds=drain_seconds + _STOP_SECONDS)
+    settings = SupervisorSettings(restart_executor=not no_restart_executor, drain_seconds=drain_seconds + _STOP_SECONDS)
     with reported(as_json):
+        _check_installed(backend)
         server = LocalServer.planned(host, port, state_dir)
-        view = UpView(server.address, err_console(), as_json=as_json)
+        view = UpView(server.address, server.network_address, err_console(), as_json=as_json, verbose=verbose)
         manager = server.manager(manager_flags, manager_arg or ())
         executor = server.executor({"--model": _resolved(model, backend), **executor_flags}, executor_arg or ())
-        code = asyncio.run(_supervise(manager, executor, view, settings, address=server.address, verbose=verbose))
+        code = asyncio.run(_supervise(manager, executor, view, settings, address=server.address))
     raise typer.Exit(code)
 
 
@@ -104,12 +123,23 @@ def _resolved(model: str | None, backend: str) -> str | None:
     return resolve(name)
 
 
+def _check_installed(backend: str) -> None:
+    """Refuses to start what would find out, after seconds, that a library is missing."""
+    missing = (
+        [name for name in _LIBRARIES if importlib.util.find_spec(name) is None] if backend == _READS_MODELS else []
+    )
+    if missing:
+        raise CommandError(
+            f"--backend {backend}: expected {' and '.join(_LIBRARIES)}, got no {' and no '.join(missing)}; "
+            "pip install 'kvplane[executor]', or try --backend sim"
+        )
+
+
 async def _supervise(
-    manager: ChildSpec, executor: ChildSpec, view: UpView, settings: SupervisorSettings, *, address: str, verbose: bool
+    manager: ChildSpec, executor: ChildSpec, view: UpView, settings: SupervisorSettings, *, address: str
 ) -> int:
     def child(spec: ChildSpec) -> ChildProcess:
-        show = view.line if verbose else view.error
-        return ChildProcess(spec, lambda line: show(spec.name, line))
+        return ChildProcess(spec, lambda line: view.line(spec.name, line))
 
     async with AsyncClient(address, retry=NO_RETRY) as client:
         probe = ServerProbe(client)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -21,46 +22,69 @@ from kvplane_client.manager_types import Model
 __all__ = ["UpView"]
 
 _EVENT_WIDTH = 100
+_GIB = 1024**3
 
 
 class UpView:
     """Shows the life of a server.
 
     Args:
-        address: Where users find it.
+        address: Where users of this machine find it.
+        network_address: Where others do; None where they can not.
         console: Where people read.
         as_json: Tell scripts on stdout instead.
+        verbose: Show the children's logs, too.
         clock: Seconds that never go back.
     """
 
     def __init__(
-        self, address: str, console: Console, *, as_json: bool, clock: Callable[[], float] = time.monotonic
+        self,
+        address: str,
+        network_address: str | None,
+        console: Console,
+        *,
+        as_json: bool,
+        verbose: bool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._address = address
+        self._network_address = network_address
         self._console = console
         self._as_json = as_json
+        self._verbose = verbose
         self._clock = clock
         self._since = clock()
         self._status: Status | None = None
         self._last_event = ""
+        # The last error that each child told of: its end need not repeat it.
+        self._told: dict[str, str] = {}
+        self._memory: dict[str, Any] = {}
 
     def line(self, child: str, text: str) -> None:
-        """Shows a line of a child's log, for --verbose."""
-        self._console.print(f"[cyan]{child:>8} |[/cyan] {escape(text)}")
+        """Takes a line of a child's log.
 
-    def error(self, child: str, text: str) -> None:
-        """Shows, in whole, the error that a line of a child's log tells of; other lines show nothing."""
+        An error it tells of is shown, in whole. Of other lines --verbose shows all, and what the executor says of its
+        memory is kept for the ready line.
+        """
         record = _record(text)
-        if record.get("level") != "error" or "error" not in record:
-            return
-        if self._as_json:
-            print_json({"event": "error", "child": child, "error": record["error"]})
-            return
-        self._console.print(f"[red]{child}: {escape(str(record['error']))}[/red]", soft_wrap=True)
+        if record.get("event") == "memory_profile":
+            self._memory = record
+        is_error = record.get("level") == "error" and "error" in record
+        if self._verbose:
+            self._console.print(f"[cyan]{child:>8} |[/cyan] {escape(text)}")
+        elif is_error:
+            self._told[child] = text
+            # One line: what is in it was written by others, over several.
+            message = " ".join(str(record["error"]).split())
+            self._end_status()
+            if self._as_json:
+                print_json({"event": "error", "child": child, "error": message})
+            else:
+                self._console.print(f"[bold red]error:[/bold red] {child}: {escape(message)}", soft_wrap=True)
 
     def loading(self, manager: ChildProcess, executor: ChildProcess, missing: str) -> None:
         """Shows how far the start has come."""
-        if self._as_json:
+        if self._as_json or self._has_told(executor):
             return
         event = f"{executor.latest_event[:_EVENT_WIDTH]} ({missing[:_EVENT_WIDTH]})"
         elapsed = self._clock() - self._since
@@ -83,8 +107,10 @@ class UpView:
                 {
                     "event": "ready",
                     "address": self._address,
+                    "network_address": self._network_address,
                     "model": model.name,
                     "max_model_len": model.max_model_len,
+                    "kv_bytes": self._kv_bytes,
                     "manager_pid": manager.pid,
                     "executor_pid": executor.pid,
                     "seconds": round(elapsed, 3),
@@ -97,12 +123,40 @@ class UpView:
             attempt = 'generate --token-ids "1,2,3" -n 5'
         self._console.print(
             f"[bold green]ready[/bold green] on [bold]{escape(self._address)}[/bold] after {elapsed:.1f} s: "
-            f"{escape(model.name)}, {model.max_model_len} tokens, {escape(model.dtype)}\n"
-            f"  try    kvplane {escape(attempt + server)}\n"
-            f"         kvplane stats{server}\n"
-            f"  logs   {escape(str(manager.spec.log_path.parent))}\n"
-            "  Ctrl-C stops",
+            f"{escape(model.name)}, {model.max_model_len} tokens, {escape(model.dtype)}",
             soft_wrap=True,
+        )
+        for name, value in (
+            ("try", f"kvplane {attempt}{server}"),
+            ("", f"kvplane stats{server}"),
+            ("network", self._network()),
+            ("memory", self._taken()),
+            ("logs", str(manager.spec.log_path.parent)),
+        ):
+            if value:
+                self._console.print(f"  {name:<7} {escape(value)}", soft_wrap=True)
+        self._console.print("  Ctrl-C stops")
+
+    def _network(self) -> str:
+        if self._network_address is None:
+            return ""
+        return f"kvplane stats --server {self._network_address} on other machines; nobody is asked for a password"
+
+    @property
+    def _kv_bytes(self) -> int | None:
+        """Bytes of the KV cache; None where the executor's log does not say, as with the sim backend."""
+        blocks, size = self._memory.get("num_blocks"), self._memory.get("bytes_per_block")
+        return blocks * size if isinstance(blocks, int) and isinstance(size, int) else None
+
+    def _taken(self) -> str:
+        """Says what memory the KV cache takes, and which flags change that."""
+        if self._kv_bytes is None:
+            return ""
+        blocks, tokens = self._memory["num_blocks"], self._memory.get("block_size")
+        steps = self._memory.get("max_num_batched_tokens")
+        return (
+            f"{self._kv_bytes / _GIB:.1f} GiB of KV cache, {blocks} blocks of {tokens} tokens; --memory-limit SIZE "
+            f"takes less\n          steps of {steps} tokens at most: --max-num-batched-tokens N"
         )
 
     def died(self, child: ChildProcess) -> None:
@@ -112,7 +166,11 @@ class UpView:
         if self._as_json:
             print_json({"event": "died", "child": name, "exit_code": code, "last_lines": child.last_lines})
             return
-        self._console.print(f"[bold red]the {name} has ended ({_ending(code)})[/bold red]; its last lines:")
+        ended = f"[bold red]the {name} has ended ({_ending(code)})[/bold red]"
+        if self._verbose or self._has_told(child):
+            self._console.print(f"{ended}; the whole log: {escape(str(child.spec.log_path))}", soft_wrap=True)
+            return
+        self._console.print(f"{ended}; its last lines:")
         for text in child.last_lines:
             self._console.print(f"  {escape(text)}", soft_wrap=True)
         self._console.print(f"the whole log: {escape(str(child.spec.log_path))}", soft_wrap=True)
@@ -144,13 +202,17 @@ class UpView:
             return
         self._console.print(f"[yellow]the {child.spec.name} did not stop in time and was killed[/yellow]")
 
+    def _has_told(self, child: ChildProcess) -> bool:
+        """Whether the end of its log is an error that was shown already."""
+        return self._told.get(child.spec.name) in child.last_lines
+
     def _end_status(self) -> None:
         if self._status is not None:
             self._status.stop()
             self._status = None
 
 
-def _record(line: str) -> dict[str, object]:
+def _record(line: str) -> dict[str, Any]:
     """Reads a log line; one that is no JSON object holds nothing."""
     try:
         record = json.loads(line)

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import itertools
+import sys
 import threading
+from collections.abc import Callable
 from functools import partial
+from types import FrameType
+from typing import Any
 
 import grpc
+import kvplane_client._loop_thread
+import kvplane_client.client
 import pytest
 from grpc_health.v1 import health_pb2
 from kvplane_client import (
@@ -235,3 +243,74 @@ def test_closing_a_sync_client_fails_a_waiting_thread(threaded_manager: Threaded
     assert not thread.is_alive()
     # The second when the thread began to wait only after the client was closed.
     assert [type(error) for error in caught] in ([RequestCancelledError], [FailedPreconditionError])
+
+
+def test_sync_clients_share_one_thread(threaded_manager: ThreadedManager) -> None:
+    with Client(threaded_manager.address) as first, Client(threaded_manager.address) as second:
+        first.get_model()
+        second.get_model()
+        assert [thread.name for thread in threading.enumerate()].count("kvplane-client") == 1
+        second.close()
+        assert first.get_model().name == "tiny", "the other's end is not its own"
+
+
+def interrupted_at(moment: int, action: Callable[[], Any]) -> bool:
+    """Raises KeyboardInterrupt at one instruction of the synchronous client, counted from 0.
+
+    Returns:
+        Whether the action got so far.
+    """
+    watched = {kvplane_client.client.__file__, kvplane_client._loop_thread.__file__}
+    passed = itertools.count()
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code.co_filename not in watched:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and next(passed) == moment:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_interrupt_at_any_instruction_leaves_the_client_whole(
+    threaded_manager: ThreadedManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Client(threaded_manager.address) as client:
+        moments = itertools.takewhile(lambda moment: interrupted_at(moment, client.get_model), itertools.count())
+        assert len(list(moments)) > 50
+        assert client.get_model().name == "tiny"
+        assert not client._calls._tasks
+    gc.collect()  # a coroutine that nobody awaited would warn now, and a warning fails the test
+    assert not caplog.records
+
+
+def test_interrupt_at_any_instruction_of_a_stream_ends_the_request(
+    threaded_manager: ThreadedManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = threading.Semaphore(0)
+    threaded_manager.scripts.generate = [hang_after(1, ended.release)]
+    moments = itertools.count()
+    was_interrupted = True
+    while was_interrupted:
+        with Client(threaded_manager.address) as client:
+
+            def first_chunk(client: Client = client) -> None:
+                with client.stream("a") as stream:
+                    next(stream)
+
+            was_interrupted = interrupted_at(moment := next(moments), first_chunk)
+    for _ in threaded_manager.scripts.of("Generate"):
+        assert ended.acquire(timeout=60)
+    assert moment > 100
+    gc.collect()
+    assert not caplog.records

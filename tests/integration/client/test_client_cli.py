@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import pty
@@ -19,6 +20,7 @@ from kvplane.common.v1 import common_pb2
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 from kvplane_client.cli.main import app
 from scripted_manager import TEXT, ThreadedManager, answer, break_after, fail, failing_stream, hang_after, succeed_with
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 COMMAND = [sys.executable, "-m", "kvplane_client.cli"]
@@ -30,8 +32,9 @@ class Cli:
     def __init__(self, address: str) -> None:
         self.environment = {"KVPLANE_SERVER": address}
 
-    def __call__(self, *arguments: str, stdin: str | None = None) -> Result:
-        return CliRunner().invoke(app, list(arguments), input=stdin, env=self.environment)
+    def __call__(self, *arguments: str, stdin: str | None = None, columns: int = 80) -> Result:
+        environment = self.environment | {"COLUMNS": str(columns)}
+        return CliRunner().invoke(app, list(arguments), input=stdin, env=environment)
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         environment = {**os.environ, **self.environment}
@@ -50,6 +53,14 @@ def nobody() -> Cli:
     with ThreadedManager() as stopped:
         address = stopped.address
     return Cli(address)
+
+
+async def aborted(request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+    """Ends as if somebody had aborted it."""
+    async for message in answer(request, context):
+        if message.finish_reason:
+            message.finish_reason = common_pb2.FINISH_REASON_ABORT
+        yield message
 
 
 def lines(result: Result) -> list[Any]:
@@ -138,12 +149,6 @@ def test_generate_json_without_stream_is_one_document(cli: Cli) -> None:
 
 @pytest.mark.parametrize("mode", ["", "--no-stream", "--json"])
 def test_generate_aborted_by_somebody_says_so(cli: Cli, threaded_manager: ThreadedManager, mode: str) -> None:
-    async def aborted(request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        async for message in answer(request, context):
-            if message.finish_reason:
-                message.finish_reason = common_pb2.FINISH_REASON_ABORT
-            yield message
-
     threaded_manager.scripts.generate = [aborted]
     result = cli("generate", "a", *([mode] if mode else []))
 
@@ -175,21 +180,21 @@ def test_generate_json_tells_of_a_break_in_json(cli: Cli, threaded_manager: Thre
 
 
 def test_error_is_explained_without_a_traceback(cli: Cli, threaded_manager: ThreadedManager) -> None:
-    refusal = failing_stream(grpc.StatusCode.INVALID_ARGUMENT, "top_p: expected (0, 1], got [2]", "BAD", top_p="2")
+    refusal = failing_stream(grpc.StatusCode.INVALID_ARGUMENT, "logprobs: expected [0, 5], got 9", "BAD", logprobs="9")
     threaded_manager.scripts.generate = [refusal]
 
-    plain = cli("generate", "a", "--top-p", "2")
-    as_json = cli("generate", "a", "--top-p", "2", "--json")
+    plain = cli("generate", "a", "--logprobs", "9")
+    as_json = cli("generate", "a", "--logprobs", "9", "--json")
 
     assert (plain.exit_code, plain.stdout) == (1, "")
-    assert plain.stderr == "error: top_p: expected (0, 1], got [2]\nBAD\n"
+    assert plain.stderr == "error: logprobs: expected [0, 5], got 9\nBAD\n"
     assert as_json.exit_code == 1
     assert json.loads(as_json.stderr) == {
         "error": {
             "code": "INVALID_ARGUMENT",
             "reason": "BAD",
-            "message": "top_p: expected (0, 1], got [2]",
-            "metadata": {"top_p": "2"},
+            "message": "logprobs: expected [0, 5], got 9",
+            "metadata": {"logprobs": "9"},
             "retry_delay": None,
         }
     }
@@ -223,20 +228,105 @@ def test_server_without_executor_exits_with_3_and_says_that_it_is_there(
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["generate", ""],
-        ["generate", "a", "--token-ids", "1"],
-        ["generate", "--token-ids", "one"],
-        ["generate", "--token-ids", ","],
-        ["generate", "a", "--logit-bias", "x"],
-        ["generate", "a", "--top-k", "many"],
-        ["blocks", "--filter", "odd"],
-        ["abort"],
-        ["nonsense"],
-    ],
+    [["generate", ""], ["generate", "a", "--token-ids", "1"], ["blocks", "--filter", "odd"], ["abort"], ["nonsense"]],
 )
 def test_wrong_usage_exits_with_2(cli: Cli, arguments: list[str]) -> None:
     assert cli(*arguments).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected", "got"),
+    [
+        (["--temperature", "-1"], "a number, at least 0", "-1.0"),
+        (["--temperature", "nan"], "a number, at least 0", "nan"),
+        (["--temperature", "inf"], "a number, at least 0", "inf"),
+        (["--temperature", "hot"], "a number, at least 0", "'hot'"),
+        (["--top-k", "-1"], "a whole number, at least 0", "-1"),
+        (["--top-k", "many"], "a whole number, at least 0", "'many'"),
+        (["--top-p", "2"], "a number, above 0 and at most 1", "2.0"),
+        (["--top-p", "0"], "a number, above 0 and at most 1", "0.0"),
+        (["--min-p", "1.5"], "a number, 0 to 1", "1.5"),
+        (["--repetition-penalty", "0"], "a number, 0.0625 to 16", "0.0"),
+        (["--presence-penalty", "3"], "a number, -2 to 2", "3.0"),
+        (["--frequency-penalty", "-3"], "a number, -2 to 2", "-3.0"),
+        (["--seed", "-1"], "a whole number, at least 0", "-1"),
+        (["--seed", str(2**64)], "a whole number, 0 to 18446744073709551615", str(2**64)),
+        (["--logprobs", "-1"], "a whole number, at least 0", "-1"),
+        (["-n", "0"], "a whole number, at least 1", "0"),
+        (["-n", str(2**31)], "a whole number, 1 to 2147483647", str(2**31)),
+        (["--min-tokens", "-1"], "a whole number, at least 0", "-1"),
+        (["--min-tokens", "3", "-n", "2"], "at most --max-tokens (2)", "3"),
+        (["--stop", ""], "1 to 256 characters", "0"),
+        (["--stop", "x"] * 17, "at most 16 of them", "17"),
+        (["--stop-token-id", "-1"], "a whole number, at least 0", "-1"),
+        (["--stop-token-id", "1"] * 65, "at most 64 of them", "65"),
+        (["--logit-bias", "x"], 'ID:X such as "42:-5"', "'x'"),
+        (["--logit-bias", "3:101"], 'ID:X such as "42:-5"', "'3:101'"),
+        (["--priority", str(2**31)], "a whole number, -2147483648 to 2147483647", str(2**31)),
+        (["--retention-priority", "101"], "a whole number, -100 to 100", "101"),
+        (["--cache-salt", "x" * 257], "0 to 256 characters", "257"),
+        (["--tenant", "x" * 257], "0 to 256 characters", "257"),
+        (["--deadline", "0"], "a number, above 0", "0.0"),
+        (["--wait", "-1"], "a number, at least 0", "-1.0"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_value_out_of_range_is_wrong_usage_told_in_one_form(
+    nobody: Cli, command: str, flags: list[str], expected: str, got: str
+) -> None:
+    result = nobody(command, *(["a"] if command == "generate" else []), *flags, stdin="hi", columns=400)
+
+    told = " ".join(result.stderr.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"expected {expected}" in told
+    assert f", got {got}; " in told
+    assert flags[0] in told
+
+
+@pytest.mark.parametrize("ids", ["one", ",", "-1", str(2**31)])
+def test_token_ids_that_are_none_are_wrong_usage(nobody: Cli, ids: str) -> None:
+    result = nobody("generate", "--token-ids", ids, columns=400)
+
+    assert result.exit_code == 2
+    assert f"expected token ids such as \"1,2,3\", got '{ids}'; " in result.stderr
+
+
+@pytest.mark.parametrize("mode", [[], ["--json"]])
+def test_deadline_that_passes_is_the_servers_failure(
+    cli: Cli, threaded_manager: ThreadedManager, mode: list[str]
+) -> None:
+    threaded_manager.scripts.generate = [hang_after(1, lambda: None)]
+
+    result = cli("generate", "a", "--deadline", "0.01", *mode)
+
+    assert result.exit_code == 1
+    if mode:
+        assert json.loads(result.stderr)["error"]["code"] == "DEADLINE_EXCEEDED"
+    else:
+        assert "error: --deadline: expected the output to end in time, got no end" in result.stderr
+        assert "give it longer" in result.stderr
+
+
+def test_generate_without_a_limit_asks_for_256_tokens(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    assert cli("generate", "a").exit_code == 0
+    assert cli("generate", "a", "--min-tokens", "300").exit_code == 0
+    assert cli("generate", "a", "-n", "9000").exit_code == 0
+    asked = [request.stopping.max_tokens for request in threaded_manager.scripts.of("Generate")]
+    assert asked == [256, 300, 9000]
+
+
+def test_generate_that_ends_at_the_default_limit_says_so(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    async def long(request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        async for message in answer(request, context):
+            if message.finish_reason:
+                message.usage.completion_tokens = 256
+            yield message
+
+    threaded_manager.scripts.generate = [long]
+
+    assert cli("generate", "a").stderr == "ended after 256 tokens; -n N sets another limit\n"
+    assert cli("generate", "a", "-n", "256").stderr == ""
+    assert cli("generate", "a", "--json").stderr == ""
 
 
 def test_stats_shows_the_pool_and_prints_json(cli: Cli) -> None:
@@ -480,20 +570,69 @@ def test_reader_that_goes_away_causes_no_traceback(cli: Cli) -> None:
     assert "Traceback" not in stderr
 
 
-def test_every_command_explains_itself_with_examples() -> None:
-    runner = CliRunner()
-    for name in (
-        "up",
-        "generate",
-        "chat",
-        "stats",
-        "requests",
-        "blocks",
-        "events",
-        "executors",
-        "abort",
-        "reset-cache",
-    ):
-        shown = runner.invoke(app, [name, "--help"])
-        assert shown.exit_code == 0
-        assert f"kvplane {name}" in shown.stdout
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command and group, by the words that call it."""
+    yield path, group
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, (*path, name))
+
+
+COMMANDS = {" ".join(path): command for path, command in commands(get_command(app)) if path != ("replay",)}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_80_columns_and_cuts_nothing(name: str) -> None:
+    command = COMMANDS[name]
+    shown = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "80"}).stdout
+
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    words = shown.replace("│", " ").split()
+    for parameter in command.params:
+        names = [text for text in (*parameter.opts, *parameter.secondary_opts) if text.startswith("-")]
+        assert all(text in words for text in names), f"{names}: {shown}"
+    # Where help is not filled anew, a line that is too long would leave a ragged one.
+    _, *paragraphs = inspect.cleandoc(command.help).split("\n\n")
+    assert all(len(text) <= 78 for paragraph in paragraphs for text in paragraph.splitlines())
+    if name not in ("", "version", "model"):
+        assert f"  kvplane {name}" in shown, "an example, indented"
+
+
+def test_chat_offers_what_generate_does() -> None:
+    flags = {
+        name: {text for parameter in COMMANDS[name].params for text in parameter.opts if text.startswith("--")}
+        for name in ("generate", "chat")
+    }
+    # A conversation has many requests, each a chat, streamed, of text.
+    assert flags["generate"] - flags["chat"] == {"--chat", "--token-ids", "--stream", "--request-id"}
+    assert flags["chat"] - flags["generate"] == set()
+
+
+def test_chat_passes_every_flag(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    result = cli(
+        "chat", "-t", "0", "--logit-bias", "3:-1.5", "--logprobs", "2", "-n", "5", "--min-tokens", "1",
+        "--stop-token-id", "9", "--ignore-eos", "--include-stop", "--priority", "-2", "--retention-priority", "9",
+        "--cache-salt", "salt", "--tenant", "t", "--deadline", "60", "--usage", stdin="hi",
+    )  # fmt: skip
+
+    assert result.exit_code == 0, result.stderr
+    (request,) = threaded_manager.scripts.of("Generate")
+    request.request_id = ""
+    assert request == pb.GenerateRequest(
+        chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")]),
+        sampling=pb.SamplingParams(temperature=0, logit_bias={3: -1.5}, logprobs=2),
+        stopping=pb.StoppingParams(
+            max_tokens=5, min_tokens=1, stop_token_ids=[9], ignore_eos=True, include_stop=True
+        ),
+        priority=-2, retention_priority=9, cache_salt="salt", tenant="t",
+    )  # fmt: skip
+    assert "5 completion tokens" in result.stderr
+
+
+def test_chat_aborted_by_somebody_says_so(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    threaded_manager.scripts.generate = [aborted]
+
+    result = cli("chat", stdin="hi")
+
+    assert (result.exit_code, result.stdout) == (1, TEXT + "\n")
+    assert "aborted: somebody ended the request" in result.stderr

@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 from kvplane_client.cli.local_server import LocalServer
+from kvplane_client.cli.main import app
+from typer.testing import CliRunner
 
 # Serves the scripted manager; its one executor is whatever process last wrote its id beside the argument file.
 MANAGER = """
@@ -54,6 +56,10 @@ here = pathlib.Path(os.environ["KVPLANE_TEST_FOLDER"])
 (here / "executor.json").write_text(json.dumps(sys.argv[1:]))
 if "--broken" in sys.argv:
     print("ValueError: no such model", file=sys.stderr)
+    sys.exit(1)
+if "--told" in sys.argv:
+    print(json.dumps({"event": "executor_load_failed", "level": "error", "error": "no such\\nmodel"}), flush=True)
+    print(json.dumps({"event": "executor_stopped", "level": "info"}), flush=True)
     sys.exit(1)
 def stop(*_):
     (here / "executor.stopped").touch()
@@ -155,8 +161,8 @@ def test_up_is_ready_then_stops_in_order_on_interrupt(tmp_path: Path, running: l
     ]  # fmt: skip
     assert up.arguments_of("executor") == [
         "--manager", f"localhost:{port}", "--port", "0", "--log-format", "json", "--exit-with-parent", "--backend",
-        "sim", "--memory-limit", "1GiB", "--num-blocks-override", "9", "--block-size", "8", "--max-model-len", "64",
-        "--num-threads", "1",
+        "sim", "--memory-limit", "1073741824", "--num-blocks-override", "9", "--block-size", "8", "--max-model-len",
+        "64", "--num-threads", "1",
     ]  # fmt: skip
     assert '"model_loaded"' in (tmp_path / "state" / "executor.log").read_text()
 
@@ -207,7 +213,8 @@ def test_up_interrupted_lets_the_real_services_stop_in_order(tmp_path: Path, run
 
 
 def test_up_shows_why_an_executor_could_not_start(tmp_path: Path, running: list[Up]) -> None:
-    up = Up(tmp_path, "--model", "./weights", "--port", "0", "--executor-arg=--broken")
+    (tmp_path / "weights.gguf").write_bytes(b"GGUF")
+    up = Up(tmp_path, "--model", "./weights.gguf", "--port", "0", "--executor-arg=--broken")
     running.append(up)
 
     code, stdout, stderr = up.end()
@@ -218,7 +225,78 @@ def test_up_shows_why_an_executor_could_not_start(tmp_path: Path, running: list[
     assert str(tmp_path / "state" / "executor.log") in stderr
     assert "Traceback" not in stderr
     arguments = up.arguments_of("executor")
-    assert arguments[arguments.index("--model") + 1] == "./weights"
+    assert arguments[arguments.index("--model") + 1] == "./weights.gguf"
+
+
+def test_up_tells_an_error_of_a_child_once(tmp_path: Path, running: list[Up]) -> None:
+    up = Up(tmp_path, "--backend", "sim", "--port", "0", "--executor-arg=--told")
+    running.append(up)
+
+    code, _, stderr = up.end()
+
+    assert code == 1
+    told = [line for line in stderr.splitlines() if " s  executor: " not in line]
+    log = tmp_path / "state" / "executor.log"
+    assert told == [
+        "error: executor: no such model", f"the executor has ended (exit code 1); the whole log: {log}",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--model", "/no/such/folder"], "'/no/such/folder'"),
+        (["--model", "./weights"], "'./weights'"),
+        (["--model", "kvmanager_service"], "*.safetensors or one .gguf file"),
+        (["--policy", "nonsense"], "one of fcfs, priority, fair"),
+        (["--block-size", "0"], "a whole number, 1 to 1024"),
+        (["--gpu-memory-utilization", "2"], "a number, above 0 and at most 1"),
+        (["--memory-limit", "much"], "a size such as"),
+        (["--backend", "nonsense"], "one of "),
+        (["--dtype", "int3"], "one of auto, float32"),
+        (["--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "at most --max-num-batched-tokens (8)"),
+        (["--port", "65536"], "a whole number, 0 to 65535"),
+        (["--drain-seconds", "-1"], "a number, at least 0"),
+    ],
+)
+def test_up_refuses_what_it_can_know_before_it_starts_anything(
+    tmp_path: Path, running: list[Up], arguments: list[str], told: str
+) -> None:
+    up = Up(tmp_path, *arguments)
+    running.append(up)
+
+    code, stdout, stderr = up.end()
+
+    assert (code, stdout) == (2, "")
+    message = " ".join(stderr.replace("│", " ").split())
+    assert f"expected {told}" in message or told in message, message
+    assert ", got " in message
+    assert arguments[0] in message
+    assert not (tmp_path / "state").exists()
+    assert not (tmp_path / "manager.json").exists()
+
+
+def test_up_of_settings_that_a_service_refuses_exits_with_2_and_its_words(tmp_path: Path, running: list[Up]) -> None:
+    up = Up(tmp_path, "--backend", "sim", "--port", "0", "--manager-arg=--watermark=2", stand_ins=False)
+    running.append(up)
+
+    code, stdout, stderr = up.end()
+
+    assert (code, stdout) == (2, "")
+    assert "the manager has ended (exit code 2)" in stderr
+    assert stderr.count("--watermark: expected less than 1; got '2'") == 1
+
+
+def test_up_without_the_libraries_of_its_backend_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("kvplane_client.cli.up._LIBRARIES", ("torch", "no_such_library"))
+
+    result = CliRunner().invoke(app, ["up", "--state-dir", str(tmp_path / "state"), "--port", "0"])
+
+    assert result.exit_code == 1
+    assert "got no no_such_library; pip install 'kvplane[executor]', or try --backend sim" in result.stderr
+    assert not (tmp_path / "state").exists()
 
 
 def test_up_for_people_tells_progress_and_what_to_try(tmp_path: Path, running: list[Up]) -> None:
@@ -254,6 +332,16 @@ def test_up_for_people_tells_progress_and_what_to_try(tmp_path: Path, running: l
 )
 def test_address_is_one_that_can_be_reached(host: str, address: str) -> None:
     assert LocalServer(host, 9, Path()).address == address
+
+
+def test_other_machines_are_told_an_address_of_this_one_where_they_may_use_it() -> None:
+    assert LocalServer("127.0.0.1", 9, Path()).network_address is None
+    assert LocalServer("10.0.0.7", 9, Path()).network_address is None
+    for host in ("0.0.0.0", "::"):
+        address = LocalServer(host, 9, Path()).network_address
+        assert address is not None
+        name, _, port = address.rpartition(":")
+        assert (name not in ("", "0.0.0.0", "::", "localhost"), port) == (True, "9")
 
 
 def test_up_refuses_a_port_in_use(tmp_path: Path, running: list[Up]) -> None:

@@ -7,7 +7,7 @@ import pytest
 import typer
 from kvplane_client.cli.capacity import PRESETS, Capacity, PlanError, load_shape, plan_capacity
 from kvplane_client.cli.main import app
-from kvplane_client.cli.plan import parse_size
+from kvplane_client.cli.values import parse_size
 from typer.testing import CliRunner
 
 GIB = 1024**3

@@ -178,6 +178,13 @@ async def test_dead_manager_ends_everything_with_its_last_lines(tmp_path: Path) 
     assert (tmp_path / "manager.log").read_text() == "line one\nno such model\n"
 
 
+async def test_settings_that_a_child_refuses_are_wrong_usage(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, "import sys; sys.exit(2)", OBEDIENT, probe=never_up)
+
+    assert await setup.supervisor.run() == 2
+    assert setup.view.events == ["died manager 2"]
+
+
 async def test_executor_that_fails_before_it_was_ready_is_not_restarted(tmp_path: Path) -> None:
     setup = Setup(tmp_path, OBEDIENT, FAILING, probe=never_up)
 
