@@ -1,6 +1,6 @@
 """Host memory for blocks that are swapped out.
 
-Station: allocated by `backends.torch_backend` beside the cache, written and read by `kernels.block_copy`. It knows
+Station: allocated by `kv_memory` beside the cache, written and read by `kernels.block_copy`. It knows
 shapes and bytes; which host block holds what is the manager's knowledge.
 """
 
@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 
 from executor_service.kv_cache import KvLayout
+
+# cudaHostRegisterPortable: locked for every CUDA context, as torch itself registers memory.
+_PORTABLE = 1
 
 
 class HostBlocks:
@@ -25,7 +28,7 @@ class HostBlocks:
     Invariants:
         All memory is written at allocation, so the resident size is the whole size from the start.
 
-    Source: PyTorch, c10's CachingHostAllocator, for the rounding.
+    Source: pytorch/pytorch issues 95823 and 150517 for the rounding.
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, cache_device: torch.device) -> None:
@@ -36,7 +39,11 @@ class HostBlocks:
         self.blocks = torch.empty(shape, dtype=layout.dtype).zero_()
         self._locked = cache_device.type == "cuda" and num_blocks > 0
         if self._locked:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.blocks.data_ptr(), self.blocks.nbytes, 0))
+            code = int(torch.cuda.cudart().cudaHostRegister(self.blocks.data_ptr(), self.blocks.nbytes, _PORTABLE))
+            if code:
+                raise RuntimeError(
+                    f"{self.blocks.nbytes} bytes of host memory could not be page-locked, CUDA error {code}"
+                )
 
     @property
     def num_bytes(self) -> int:
@@ -50,7 +57,9 @@ class HostBlocks:
     def close(self) -> None:
         """Give the memory back; locked pages stay locked until told otherwise, whoever gets them next."""
         if self._locked:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.blocks.data_ptr()))
             self._locked = False
+            code = int(torch.cuda.cudart().cudaHostUnregister(self.blocks.data_ptr()))
+            if code:
+                raise RuntimeError(f"page-locked host memory could not be given back, CUDA error {code}")
         self.blocks = self.blocks[:0].clone()
         self.num_blocks = 0

@@ -20,7 +20,7 @@ from types import TracebackType
 import psutil
 import torch
 
-from executor_service.backends.base import NotEnoughMemoryError
+from executor_service.backends.base import BackendError, NotEnoughMemoryError
 
 # glibc's mallopt parameters, <malloc.h>.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -116,6 +116,21 @@ def require_weights_fit(weights_bytes: int, *, total_bytes: int, utilization: fl
         utilization=utilization,
         missing_bytes=weights_bytes - usable,
     )
+
+
+def require_swap_space(swap_space: int, bytes_per_block: int) -> None:
+    """Refuse a swap space that holds no block: whoever set one wants to swap.
+
+    Raises:
+        BackendError: it is above 0 and below one block.
+    """
+    if 0 < swap_space < bytes_per_block:
+        raise BackendError(
+            "BAD_SWAP_SPACE",
+            f"expected --swap-space of at least one block, {bytes_per_block} bytes, or 0 for none, got {swap_space}",
+            swap_space=swap_space,
+            bytes_per_block=bytes_per_block,
+        )
 
 
 def require_host_blocks_fit(host_bytes: int, *, left_bytes: int, left: str) -> None:

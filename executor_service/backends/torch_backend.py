@@ -1,7 +1,7 @@
 """The torch backend: any full-attention decoder of transformers, on CPU or CUDA.
 
 Station: built and driven by the gRPC shell through `backends.base.Backend`, always from one thread. It ties the parts
-together: `model_loader`, `memory_profiler`, `kv_cache`, `model_runner`; each of them knows only its own concern.
+together: `model_loader`, `memory_profiler`, `kv_memory`, `model_runner`; each of them knows only its own concern.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import structlog
 import torch
 
@@ -18,20 +17,16 @@ from executor_service.backends.base import (
     Backend,
     BackendError,
     BlockCopies,
-    CopyDirection,
-    Int32,
     KvGroupSpec,
     MemoryProfile,
     ModelInfo,
-    NotEnoughMemoryError,
     StepBatch,
     StepResult,
 )
 from executor_service.devices import resolve_device
-from executor_service.host_blocks import HostBlocks
 from executor_service.kernels.attention_plan import AttentionLimits
-from executor_service.kernels.block_copy import copy_from_host, copy_to_host, copy_within
 from executor_service.kv_cache import KvLayout, PagedKvCache
+from executor_service.kv_memory import KvMemory, copy_workspace_bytes
 from executor_service.memory_profiler import (
     PeakMeter,
     available_bytes,
@@ -40,6 +35,7 @@ from executor_service.memory_profiler import (
     release_free_memory,
     require_host_blocks_fit,
     require_one_sequence,
+    require_swap_space,
     require_weights_fit,
     resident_bytes,
     total_memory,
@@ -53,8 +49,6 @@ from executor_service.profile_batch import SCRATCH_BLOCKS, reserved_index_bytes,
 MAX_LOGPROBS = 20
 # One gather of K and V: large enough for good batches, small enough to be no term of the memory profile.
 _GATHER_BYTES = 64 * 1024 * 1024
-# Blocks that are copied at once: enough to keep a bus busy. One block at least, however large.
-_COPY_BYTES = 16 * 1024 * 1024
 
 _log = structlog.get_logger(__name__)
 
@@ -112,7 +106,7 @@ class TorchBackend(Backend):
     """Runs steps with torch.
 
     Invariants:
-        Cache and host blocks are allocated at most once at a time; a new size frees the old ones first.
+        K/V memory is allocated at most once at a time; a new size frees the old one first.
     """
 
     def __init__(self, config: TorchBackendConfig) -> None:
@@ -122,8 +116,7 @@ class TorchBackend(Backend):
         self._runner: ModelRunner | None = None
         self._layout: KvLayout | None = None
         self._limits: AttentionLimits | None = None
-        self._cache: PagedKvCache | None = None
-        self._host: HostBlocks | None = None
+        self._memory: KvMemory | None = None
         self._weights_bytes = 0
 
     def load(self) -> ModelInfo:
@@ -147,7 +140,7 @@ class TorchBackend(Backend):
             layout = KvLayout(num_layers, kv_heads, head_dim, config.block_size, loaded.dtype)
             self._limits = AttentionLimits(max(1, _GATHER_BYTES // layout.bytes_per_token_and_layer))
             self._runner = ModelRunner(loaded.model, self._limits)
-            self._require_swap_space(layout)
+            require_swap_space(config.swap_space, layout.bytes_per_block)
             self._loaded, self._layout = loaded, layout
             packed = pack_linear_layers(loaded.model, lambda: probe(loaded.model, loaded.vocab_size))
         release_free_memory(self._device)
@@ -169,7 +162,7 @@ class TorchBackend(Backend):
     def profile_memory(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
         """Run the worst step of these limits and count what is left; see the base class."""
         loaded, layout, _ = self._ready()
-        self._drop_cache()
+        self._drop_memory()
         with PeakMeter(self._device) as meter:
             self._run_worst_step(max_num_batched_tokens, max_num_seqs)
         release_free_memory(self._device)
@@ -190,7 +183,7 @@ class TorchBackend(Backend):
             overridden=override is not None,
             num_host_blocks=num_host_blocks,
         )
-        self._log_profile(profile, measured, max_num_batched_tokens, max_num_seqs)
+        self._log_profile(profile, measured, host_bytes, max_num_batched_tokens, max_num_seqs)
         if override is None:
             require_one_sequence(
                 measured,
@@ -208,92 +201,50 @@ class TorchBackend(Backend):
     def initialize_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Allocate cache and host blocks, or clear those of this size; see the base class."""
         _, layout, _ = self._ready()
-        cache, host = self._cache, self._host
-        if cache and host and (cache.num_blocks, host.num_blocks) == (num_blocks, num_host_blocks):
-            cache.clear()
-            host.clear()
+        if self._memory is not None and self._memory.has(num_blocks, num_host_blocks):
+            self._memory.clear()
             return
-        self._drop_cache()
-        size = layout.bytes_per_block
-        what = f"{num_blocks} KV blocks ({num_blocks * size} bytes)"
-        try:
-            self._cache = PagedKvCache(layout, num_blocks, self._device)
-            what = f"{num_host_blocks} host blocks ({num_host_blocks * size} bytes)"
-            self._host = HostBlocks(layout, num_host_blocks, self._device)
-        except RuntimeError as error:  # torch's allocators raise nothing narrower on CPU
-            self._drop_cache()
-            raise NotEnoughMemoryError(
-                "NOT_ENOUGH_MEMORY",
-                f"expected room for {what}, got: {error}",
-                num_blocks=num_blocks,
-                num_host_blocks=num_host_blocks,
-                bytes_per_block=size,
-            ) from error
+        self._drop_memory()
+        self._memory = KvMemory(layout, num_blocks, num_host_blocks, self._device)
 
-    @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[BlockCopies]) -> None:
         """Copy blocks of all layers; see the base class."""
-        _, layout, _ = self._ready()
-        if self._cache is None or self._host is None:
-            raise BackendError("NO_KV_CACHE", "expected initialize_kv_cache before copy_blocks, got no cache")
-        layers, host = self._cache.layers, self._host.blocks
-        chunk = _copy_chunk(layout)
+        memory = self._ready_memory()
         try:
-            for run in copies:
-                if run.direction is CopyDirection.DEVICE_TO_HOST:
-                    copy_to_host(layers, host, self._ids(run.source_ids), run.target_ids.tolist(), chunk=chunk)
-                elif run.direction is CopyDirection.HOST_TO_DEVICE:
-                    copy_from_host(layers, host, run.source_ids.tolist(), self._ids(run.target_ids), chunk=chunk)
-                else:
-                    copy_within(layers, self._ids(run.source_ids), self._ids(run.target_ids), chunk=chunk)
-            if self._device.type == "cuda":
-                # Once for all of them: what failed is then known to be a copy, and what they took is known.
-                torch.cuda.current_stream(self._device).synchronize()
-        except RuntimeError as error:
-            raise BackendError("COPY_FAILED", f"copies of blocks failed in torch: {error}") from error
+            memory.copy(copies)
+        except RuntimeError as error:  # what torch raises: out of memory, a failed transfer
+            raise BackendError("COPY_FAILED", f"copying blocks failed in torch: {error}") from error
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Run one step; see the base class."""
         _, _, runner = self._ready()
-        if self._cache is None:
-            raise BackendError("NO_KV_CACHE", "expected initialize_kv_cache before execute, got no cache")
+        memory = self._ready_memory()
         try:
-            return runner.run(batch, self._cache)
+            return runner.run(batch, memory.cache)
         except RuntimeError as error:  # what torch raises: out of memory, a failed kernel
             raise BackendError("STEP_FAILED", f"step {batch.step_id} failed in torch: {error}") from error
 
     def close(self) -> None:
         """Give back weights and cache."""
         self._runner = self._loaded = None
-        self._drop_cache()
+        self._drop_memory()
 
     def _ready(self) -> tuple[LoadedModel, KvLayout, ModelRunner]:
         if self._loaded is None or self._layout is None or self._runner is None:
             raise BackendError("NOT_LOADED", "expected load() first, got a backend without a model")
         return self._loaded, self._layout, self._runner
 
-    def _drop_cache(self) -> None:
+    def _ready_memory(self) -> KvMemory:
+        if self._memory is None:
+            raise BackendError("NO_KV_CACHE", "expected initialize_kv_cache before a step, got no cache")
+        return self._memory
+
+    def _drop_memory(self) -> None:
         """Give back cache and host blocks."""
-        self._cache = None
-        if self._host is not None:
-            self._host.close()
-            self._host = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
         release_free_memory(self._device)
-
-    def _ids(self, block_ids: Int32) -> torch.Tensor:
-        """Block ids on the device. Shape: (C,) int64."""
-        return torch.from_numpy(block_ids.astype(np.int64)).to(self._device)
-
-    def _require_swap_space(self, layout: KvLayout) -> None:
-        """Refuse a swap space that holds no block: whoever set one wants to swap."""
-        if 0 < self._config.swap_space < layout.bytes_per_block:
-            raise BackendError(
-                "BAD_SWAP_SPACE",
-                f"expected --swap-space of at least one block, {layout.bytes_per_block} bytes, or 0, got "
-                f"{self._config.swap_space}",
-                swap_space=self._config.swap_space,
-                bytes_per_block=layout.bytes_per_block,
-            )
 
     def _admit_host_blocks(self, size: int, total: int, share: float, peak: int) -> int:
         """Check that the host blocks fit where they will lie. Returns what they take of the device's memory."""
@@ -329,9 +280,8 @@ class TorchBackend(Backend):
         warm_up(loaded.model, max_num_batched_tokens)
         runner.run(batch, scratch)
         del reserved
-        # Copies run before a step, never beside it: their workspace and what is gathered of one layer.
-        copied = _copy_chunk(layout) * layout.bytes_per_block
-        torch.ones(copied + copied // layout.num_layers, dtype=torch.uint8, device=self._device)
+        # Copies run before a step, never beside it.
+        torch.ones(copy_workspace_bytes(layout), dtype=torch.uint8, device=self._device)
 
     def _held_bytes(self) -> int:
         """Memory held now: the process's on CPU, the device's on CUDA."""
@@ -340,7 +290,7 @@ class TorchBackend(Backend):
         return int(torch.cuda.memory_reserved(self._device))
 
     def _log_profile(
-        self, profile: MemoryProfile, measured: int, max_num_batched_tokens: int, max_num_seqs: int
+        self, profile: MemoryProfile, measured: int, host_bytes: int, max_num_batched_tokens: int, max_num_seqs: int
     ) -> None:
         _log.info(
             "memory_profile",
@@ -351,7 +301,7 @@ class TorchBackend(Backend):
             peak_bytes=profile.peak_bytes,
             available_bytes=profile.available_bytes,
             bytes_per_block=profile.bytes_per_block,
-            swap_space_bytes=self._config.swap_space,
+            host_bytes=host_bytes,
             num_host_blocks=profile.num_host_blocks,
             block_size=self._config.block_size,
             measured_num_blocks=measured,
@@ -378,8 +328,3 @@ class TorchBackend(Backend):
             max_logprobs=min(MAX_LOGPROBS, loaded.vocab_size),
             tokenizer_files=loaded.tokenizer_files,
         )
-
-
-def _copy_chunk(layout: KvLayout) -> int:
-    """Most blocks to copy at once."""
-    return max(1, _COPY_BYTES // layout.bytes_per_block)

@@ -1,6 +1,6 @@
 """Copies of whole blocks in plain torch, for CPU and CUDA.
 
-Station: called by `backends.torch_backend` before a step runs, with copies that do not depend on each other. The oracle
+Station: called by `kv_memory` before a step runs, with copies that do not depend on each other. The oracle
 is `reference.copy_blocks`.
 
 How: all blocks of a copy at once, layer by layer. Between the cache, where a block lies scattered over the layers, and

@@ -111,3 +111,36 @@ def test_reference_copies_one_after_the_other() -> None:
     reference.copy_blocks(layers, host, [(device, 4, 5), (out, 5, 0), (device, 6, 5), (back, 0, 6)])
     assert torch.equal(layers[2][1, 6], expected)
     assert not torch.equal(layers[2][1, 5], expected)
+
+
+class FakeCudart:
+    """The calls that lock and unlock memory, as CUDA's runtime has them."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:  # noqa: N802
+        assert flags == 1
+        if not self.code:
+            self.locked[pointer] = size
+        return self.code
+
+    def cudaHostUnregister(self, pointer: int) -> int:  # noqa: N802
+        del self.locked[pointer]
+        return self.code
+
+
+def test_host_blocks_for_cuda_are_locked_exactly_and_unlocked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = FakeCudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    layout = KvLayout(num_layers=2, num_kv_heads=1, head_dim=2, block_size=4, dtype=torch.float32)
+    host = HostBlocks(layout, 3, torch.device("cuda"))
+    assert cudart.locked == {host.blocks.data_ptr(): 3 * layout.bytes_per_block}
+    host.close()
+    host.close()
+    assert not cudart.locked
+    HostBlocks(layout, 0, torch.device("cuda")).close()
+    cudart.code = 2
+    with pytest.raises(RuntimeError, match=r"384 bytes of host memory could not be page-locked, CUDA error 2"):
+        HostBlocks(layout, 3, torch.device("cuda"))

@@ -10,6 +10,7 @@ import grpc
 import numpy as np
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from hypothesis import strategies as st
 from kvplane.common.v1 import common_pb2
 from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvplane.executor.v1 import executor_service_pb2_grpc as pb_grpc
@@ -146,6 +147,17 @@ def _sampling(rows: Sequence[Row]) -> pb.SamplingBatch:
             )
         )
     return batch
+
+
+@st.composite
+def copies_of(draw: st.DrawFn, num_blocks: int, num_host_blocks: int) -> tuple[int, int, int]:
+    """Any copy that is legal among so many blocks; with few of them, copies of a list meet each other often."""
+    direction = draw(st.sampled_from([D2D, D2H, H2D]))
+    source = draw(st.integers(0, num_host_blocks - 1) if direction == H2D else st.integers(1, num_blocks - 1))
+    target = draw(st.integers(0, num_host_blocks - 1) if direction == D2H else st.integers(1, num_blocks - 1))
+    if direction == D2D and source == target:
+        target = source % (num_blocks - 1) + 1
+    return direction, source, target
 
 
 class ExecuteCall:

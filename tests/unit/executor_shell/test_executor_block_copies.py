@@ -7,7 +7,7 @@ from executor_service.backends.base import CopyDirection
 from executor_service.backends.sim_backend import SimBackend, SimBackendConfig
 from executor_service.block_copies import parse_copies
 from executor_service.errors import InvalidFieldError
-from tests.unit.executor_shell.executor_builders import D2D, D2H, H2D, column, make_copies
+from tests.unit.executor_shell.executor_builders import D2D, D2H, H2D, column, copies_of, make_copies
 
 NUM_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 6, 3, 2
 
@@ -101,18 +101,7 @@ def test_parse_copies_cuts_only_where_order_matters(copies, lengths):
     assert sorted(copy for run in runs for copy in run) == sorted(copies)
 
 
-@st.composite
-def some_copies(draw):
-    """Copies that meet each other often."""
-    direction = draw(st.sampled_from([D2D, D2H, H2D]))
-    source = draw(st.integers(0, NUM_HOST_BLOCKS - 1) if direction == H2D else st.integers(1, NUM_BLOCKS - 1))
-    target = draw(st.integers(0, NUM_HOST_BLOCKS - 1) if direction == D2H else st.integers(1, NUM_BLOCKS - 1))
-    if direction == D2D and source == target:
-        target = source % (NUM_BLOCKS - 1) + 1
-    return direction, source, target
-
-
-@given(st.lists(some_copies(), min_size=1, max_size=24))
+@given(st.lists(copies_of(NUM_BLOCKS, NUM_HOST_BLOCKS), min_size=1, max_size=24))
 def test_parse_copies_runs_are_independent_and_as_if_one_after_the_other(copies):
     def moved(memories, some):
         for direction, source, target in some:
@@ -137,7 +126,7 @@ def test_parse_copies_runs_are_independent_and_as_if_one_after_the_other(copies)
     assert moved(fresh(), [copy for run in runs for copy in reversed(run)]) == in_order
 
 
-@given(st.lists(some_copies(), min_size=1, max_size=12))
+@given(st.lists(copies_of(NUM_BLOCKS, NUM_HOST_BLOCKS), min_size=1, max_size=12))
 def test_sim_copy_blocks_equals_a_naive_loop(copies):
     backend = SimBackend(SimBackendConfig(block_size=BLOCK_SIZE, sim_num_blocks=NUM_BLOCKS))
     backend.load()
