@@ -134,7 +134,7 @@ class SimBackend(Backend):
         )
 
     def profile_memory(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
-        """Report the configured number of blocks. They take no memory to speak of, and neither do host blocks.
+        """Report the configured number of blocks, and the host blocks that the swap space holds.
 
         Raises:
             NotEnoughMemoryError: they do not hold one sequence of max_model_len.
@@ -150,9 +150,10 @@ class SimBackend(Backend):
                 num_blocks=num_blocks,
             )
         bytes_per_block = block_size * _BYTES_PER_SLOT
+        num_host_blocks = min(self._config.swap_space // bytes_per_block, _MAX_BLOCK_ID)
         size = num_blocks * bytes_per_block
         return MemoryProfile(
-            total_bytes=size,
+            total_bytes=size + num_host_blocks * bytes_per_block,
             utilization=1.0,
             weights_bytes=0,
             peak_bytes=0,
@@ -160,7 +161,7 @@ class SimBackend(Backend):
             bytes_per_block=bytes_per_block,
             num_blocks=num_blocks,
             overridden=self._config.num_blocks_override is not None,
-            num_host_blocks=min(self._config.swap_space // bytes_per_block, _MAX_BLOCK_ID),
+            num_host_blocks=num_host_blocks,
         )
 
     def initialize_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:

@@ -116,7 +116,10 @@ async def alone(talk: Talk, prompt: list[int], count: int, *, seed: int = 0) -> 
 
 async def test_profile_reports_host_blocks_and_the_cache_has_those_asked_for(talk):
     limits = pb.ProfileMemoryRequest(max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS)
-    assert (await talk.client.stub.ProfileMemory(limits)).num_host_blocks == NUM_HOST_BLOCKS
+    profile = await talk.client.stub.ProfileMemory(limits)
+    assert profile.num_host_blocks == NUM_HOST_BLOCKS
+    usable = int(profile.total_bytes * profile.utilization)
+    assert profile.available_bytes == usable - profile.peak_bytes - NUM_HOST_BLOCKS * profile.bytes_per_block
     info = await talk.client.stub.GetModelInfo(pb.GetModelInfoRequest())
     assert info.kv_cache.num_host_blocks == NUM_HOST_BLOCKS
     request = pb.InitializeKvCacheRequest(num_blocks=NUM_BLOCKS, num_host_blocks=NUM_HOST_BLOCKS - 1)
