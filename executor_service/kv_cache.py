@@ -1,6 +1,6 @@
 """The physical paged KV cache: one tensor per layer, in NHD layout.
 
-Station: allocated by `backends.torch_backend`, written and read by `kernels.torch_paged`. It knows shapes and bytes;
+Station: allocated by `kv_memory`, written and read by `kernels.torch_paged`. It knows shapes and bytes;
 which block holds what is the manager's knowledge.
 """
 

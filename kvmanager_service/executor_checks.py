@@ -41,12 +41,13 @@ def require_model(model: ModelView | None, info: GetModelInfoResponse) -> None:
 def require_geometry(ready: ReadyExecutor) -> None:
     """Raise ExecutorUnfitError unless there can be books on the executor's cache."""
     kv_cache, groups = ready.kv_cache, [group.type for group in ready.info.kv_groups]
-    if groups != [KV_GROUP_TYPE_FULL_ATTENTION] or kv_cache.block_size < 1 or kv_cache.num_blocks < 2:
+    sizes = kv_cache.block_size >= 1 and kv_cache.num_blocks >= 2 and ready.num_host_blocks >= 0
+    if groups != [KV_GROUP_TYPE_FULL_ATTENTION] or not sizes:
         raise ExecutorUnfitError(
             "KV_GEOMETRY_UNSUPPORTED",
-            "kv_cache: expected one group of full attention, block_size of at least 1 and num_blocks of at least 2,"
-            f" got groups of types {groups}, {kv_cache.block_size} and {kv_cache.num_blocks}; serve a model with"
-            " full attention in every layer",
+            "kv_cache: expected one group of full attention, block_size of at least 1, num_blocks of at least 2 and"
+            f" num_host_blocks of at least 0, got groups of types {groups}, {kv_cache.block_size},"
+            f" {kv_cache.num_blocks} and {ready.num_host_blocks}; serve a model with full attention in every layer",
         )
 
 

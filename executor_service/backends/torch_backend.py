@@ -1,11 +1,12 @@
 """The torch backend: any full-attention decoder of transformers, on CPU or CUDA.
 
 Station: built and driven by the gRPC shell through `backends.base.Backend`, always from one thread. It ties the parts
-together: `model_loader`, `memory_profiler`, `kv_cache`, `model_runner`; each of them knows only its own concern.
+together: `model_loader`, `memory_profiler`, `kv_memory`, `model_runner`; each of them knows only its own concern.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,22 +16,26 @@ import torch
 from executor_service.backends.base import (
     Backend,
     BackendError,
+    BlockCopies,
     KvGroupSpec,
     MemoryProfile,
     ModelInfo,
-    NotEnoughMemoryError,
     StepBatch,
     StepResult,
 )
 from executor_service.devices import resolve_device
 from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.kv_cache import KvLayout, PagedKvCache
+from executor_service.kv_memory import KvMemory, copy_workspace_bytes
 from executor_service.memory_profiler import (
     PeakMeter,
     available_bytes,
     compute_num_blocks,
+    host_memory_left,
     release_free_memory,
+    require_host_blocks_fit,
     require_one_sequence,
+    require_swap_space,
     require_weights_fit,
     resident_bytes,
     total_memory,
@@ -62,6 +67,8 @@ class TorchBackendConfig:
         block_size: tokens per block.
         gpu_memory_utilization: share of the memory to use, in (0, 1]; on CPU too.
         memory_limit: bytes to count as the device's memory; None is what `memory_profiler.total_memory` finds.
+        swap_space: bytes of host memory for blocks that are swapped out, as many whole blocks as fit; on a CPU they
+            are part of the device's memory.
         num_blocks_override: this many blocks, whatever fits; None measures.
         num_threads: torch's threads; None leaves torch's choice (OMP_NUM_THREADS).
         cache_dir: where converted GGUF files lie; None is `default_cache_dir()`.
@@ -75,6 +82,7 @@ class TorchBackendConfig:
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
     memory_limit: int | None = None
+    swap_space: int = 0
     num_blocks_override: int | None = None
     num_threads: int | None = None
     cache_dir: Path | None = None
@@ -85,6 +93,7 @@ class TorchBackendConfig:
             ("block_size", self.block_size, self.block_size >= 1, "at least 1"),
             ("gpu_memory_utilization", self.gpu_memory_utilization, 0 < self.gpu_memory_utilization <= 1, "in (0, 1]"),
             ("memory_limit", self.memory_limit, self.memory_limit is None or self.memory_limit > 0, "above 0"),
+            ("swap_space", self.swap_space, self.swap_space >= 0, "at least 0"),
             ("num_blocks_override", self.num_blocks_override, (self.num_blocks_override or 2) >= 2, "at least 2"),
             ("num_threads", self.num_threads, self.num_threads is None or self.num_threads >= 1, "at least 1"),
         )
@@ -97,7 +106,7 @@ class TorchBackend(Backend):
     """Runs steps with torch.
 
     Invariants:
-        The cache is allocated at most once at a time; a new size frees the old one first.
+        K/V memory is allocated at most once at a time; a new size frees the old one first.
     """
 
     def __init__(self, config: TorchBackendConfig) -> None:
@@ -107,7 +116,7 @@ class TorchBackend(Backend):
         self._runner: ModelRunner | None = None
         self._layout: KvLayout | None = None
         self._limits: AttentionLimits | None = None
-        self._cache: PagedKvCache | None = None
+        self._memory: KvMemory | None = None
         self._weights_bytes = 0
 
     def load(self) -> ModelInfo:
@@ -131,6 +140,7 @@ class TorchBackend(Backend):
             layout = KvLayout(num_layers, kv_heads, head_dim, config.block_size, loaded.dtype)
             self._limits = AttentionLimits(max(1, _GATHER_BYTES // layout.bytes_per_token_and_layer))
             self._runner = ModelRunner(loaded.model, self._limits)
+            require_swap_space(config.swap_space, layout.bytes_per_block)
             self._loaded, self._layout = loaded, layout
             packed = pack_linear_layers(loaded.model, lambda: probe(loaded.model, loaded.vocab_size))
         release_free_memory(self._device)
@@ -152,26 +162,28 @@ class TorchBackend(Backend):
     def profile_memory(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
         """Run the worst step of these limits and count what is left; see the base class."""
         loaded, layout, _ = self._ready()
-        self._cache = None
-        release_free_memory(self._device)
+        self._drop_memory()
         with PeakMeter(self._device) as meter:
             self._run_worst_step(max_num_batched_tokens, max_num_seqs)
         release_free_memory(self._device)
         total = total_memory(self._device, self._config.memory_limit)
         share = self._config.gpu_memory_utilization
-        measured = compute_num_blocks(total, share, meter.peak_bytes, layout.bytes_per_block)
+        num_host_blocks = self._config.swap_space // layout.bytes_per_block
+        host_bytes = self._admit_host_blocks(num_host_blocks * layout.bytes_per_block, total, share, meter.peak_bytes)
+        measured = compute_num_blocks(total, share, meter.peak_bytes, layout.bytes_per_block, host_bytes)
         override = self._config.num_blocks_override
         profile = MemoryProfile(
             total_bytes=total,
             utilization=share,
             weights_bytes=self._weights_bytes,
             peak_bytes=meter.peak_bytes,
-            available_bytes=available_bytes(total, share, meter.peak_bytes),
+            available_bytes=available_bytes(total, share, meter.peak_bytes, host_bytes),
             bytes_per_block=layout.bytes_per_block,
             num_blocks=measured if override is None else override,
             overridden=override is not None,
+            num_host_blocks=num_host_blocks,
         )
-        self._log_profile(profile, measured, max_num_batched_tokens, max_num_seqs)
+        self._log_profile(profile, measured, host_bytes, max_num_batched_tokens, max_num_seqs)
         if override is None:
             require_one_sequence(
                 measured,
@@ -182,46 +194,66 @@ class TorchBackend(Backend):
                 utilization=share,
                 weights_bytes=self._weights_bytes,
                 peak_bytes=meter.peak_bytes,
+                host_bytes=host_bytes,
             )
         return profile
 
-    def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the cache, or clear the one of this size; see the base class."""
+    def initialize_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """Allocate cache and host blocks, or clear those of this size; see the base class."""
         _, layout, _ = self._ready()
-        if self._cache is not None and self._cache.num_blocks == num_blocks:
-            self._cache.clear()
+        if self._memory is not None and self._memory.has(num_blocks, num_host_blocks):
+            self._memory.clear()
             return
-        self._cache = None
-        release_free_memory(self._device)
+        self._drop_memory()
+        self._memory = KvMemory(layout, num_blocks, num_host_blocks, self._device)
+
+    def copy_blocks(self, copies: Sequence[BlockCopies]) -> None:
+        """Copy blocks of all layers; see the base class."""
+        memory = self._ready_memory()
         try:
-            self._cache = PagedKvCache(layout, num_blocks, self._device)
-        except RuntimeError as error:  # torch's allocators raise nothing narrower on CPU
-            raise NotEnoughMemoryError(
-                "NOT_ENOUGH_MEMORY",
-                f"expected room for {num_blocks} KV blocks ({num_blocks * layout.bytes_per_block} bytes), got: {error}",
-                num_blocks=num_blocks,
-                bytes_per_block=layout.bytes_per_block,
-            ) from error
+            memory.copy(copies)
+        except RuntimeError as error:  # what torch raises: out of memory, a failed transfer
+            raise BackendError("COPY_FAILED", f"copying blocks failed in torch: {error}") from error
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Run one step; see the base class."""
         _, _, runner = self._ready()
-        if self._cache is None:
-            raise BackendError("NO_KV_CACHE", "expected initialize_kv_cache before execute, got no cache")
+        memory = self._ready_memory()
         try:
-            return runner.run(batch, self._cache)
+            return runner.run(batch, memory.cache)
         except RuntimeError as error:  # what torch raises: out of memory, a failed kernel
             raise BackendError("STEP_FAILED", f"step {batch.step_id} failed in torch: {error}") from error
 
     def close(self) -> None:
         """Give back weights and cache."""
-        self._cache = self._runner = self._loaded = None
-        release_free_memory(self._device)
+        self._runner = self._loaded = None
+        self._drop_memory()
 
     def _ready(self) -> tuple[LoadedModel, KvLayout, ModelRunner]:
         if self._loaded is None or self._layout is None or self._runner is None:
             raise BackendError("NOT_LOADED", "expected load() first, got a backend without a model")
         return self._loaded, self._layout, self._runner
+
+    def _ready_memory(self) -> KvMemory:
+        if self._memory is None:
+            raise BackendError("NO_KV_CACHE", "expected initialize_kv_cache before a step, got no cache")
+        return self._memory
+
+    def _drop_memory(self) -> None:
+        """Give back cache and host blocks."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        release_free_memory(self._device)
+
+    def _admit_host_blocks(self, size: int, total: int, share: float, peak: int) -> int:
+        """Check that the host blocks fit where they will lie. Returns what they take of the device's memory."""
+        if self._device.type == "cpu":
+            left = f"total {total} * utilization {share} - peak {peak}"
+            require_host_blocks_fit(size, left_bytes=available_bytes(total, share, peak), left=left)
+            return size
+        require_host_blocks_fit(size, left_bytes=host_memory_left(), left="what others hold of the machine's memory")
+        return 0
 
     def _admit_weights(self, weights_bytes: int) -> None:
         """Stop before weights are read that can not fit: the profile would refuse them, if memory lasts until then."""
@@ -248,6 +280,8 @@ class TorchBackend(Backend):
         warm_up(loaded.model, max_num_batched_tokens)
         runner.run(batch, scratch)
         del reserved
+        # Copies run before a step, never beside it.
+        torch.ones(copy_workspace_bytes(layout), dtype=torch.uint8, device=self._device)
 
     def _held_bytes(self) -> int:
         """Memory held now: the process's on CPU, the device's on CUDA."""
@@ -256,7 +290,7 @@ class TorchBackend(Backend):
         return int(torch.cuda.memory_reserved(self._device))
 
     def _log_profile(
-        self, profile: MemoryProfile, measured: int, max_num_batched_tokens: int, max_num_seqs: int
+        self, profile: MemoryProfile, measured: int, host_bytes: int, max_num_batched_tokens: int, max_num_seqs: int
     ) -> None:
         _log.info(
             "memory_profile",
@@ -267,6 +301,8 @@ class TorchBackend(Backend):
             peak_bytes=profile.peak_bytes,
             available_bytes=profile.available_bytes,
             bytes_per_block=profile.bytes_per_block,
+            host_bytes=host_bytes,
+            num_host_blocks=profile.num_host_blocks,
             block_size=self._config.block_size,
             measured_num_blocks=measured,
             num_blocks=profile.num_blocks,

@@ -33,6 +33,7 @@ __all__ = [
     "Policy",
     "Port",
     "StateDir",
+    "SwapSpace",
     "Verbose",
 ]
 
@@ -116,6 +117,13 @@ GpuMemoryUtilization = Annotated[
     typer.Option(
         "--gpu-memory-utilization", metavar="X", parser=number(0, 1, above=True, advice="0.9 is usual"),
         help="Share of that memory to use. Default: 0.9.", rich_help_panel=_EXECUTOR,
+    ),
+]  # fmt: skip
+SwapSpace = Annotated[
+    int | None,
+    typer.Option(
+        "--swap-space", metavar="SIZE", parser=_memory, rich_help_panel=_EXECUTOR,
+        help="Host memory for blocks of preempted requests, such as 4GiB. Default: none.",
     ),
 ]  # fmt: skip
 NumBlocksOverride = Annotated[

@@ -232,8 +232,10 @@ def test_read_execute_response_columns_are_read() -> None:
     response = make_response(logprobs=make_logprobs([0, 0, 2], 2))
     response.row_errors.add(row=1, reason="NON_FINITE_LOGITS", message="nan")
     response.row_errors.add(row=0)
+    response.compute_us, response.copy_us = 900, 80
     result = read_execute_response(response)
     assert (result.step_id, list(result.sampled), list(result.computed_upto)) == (5, [7, 8], [4, 9])
+    assert (result.compute_us, result.copy_us) == (900, 80)
     assert result.logprobs == {1: TokenLogprobs((100, 101), (-0.5, -0.5))}
     assert [(index, error.reason, str(error)) for index, error in result.errors.items()] == [
         (1, "NON_FINITE_LOGITS", "nan"),

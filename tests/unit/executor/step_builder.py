@@ -48,8 +48,20 @@ def sampling(**changes: object) -> TokenSampling:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """How one more token is drawn from a row."""
+
+    params: TokenSampling = GREEDY
+    seed: int = 0
+    history: PenaltyHistory | None = None
+
+
+@dataclass(frozen=True)
 class Row:
-    """One row of a step: `tokens` stand at positions `start`...; `blocks` hold the whole sequence up to their end."""
+    """One row of a step: `tokens` stand at positions `start`...; `blocks` hold the whole sequence up to their end.
+
+    If it samples, `forks` are drawn beside its own.
+    """
 
     tokens: Sequence[int]
     start: int
@@ -57,6 +69,7 @@ class Row:
     params: TokenSampling | None = GREEDY
     seed: int = 0
     history: PenaltyHistory | None = None
+    forks: Sequence[Sample] = ()
 
     @property
     def end(self) -> int:
@@ -90,19 +103,23 @@ def build_step(rows: Sequence[Row], block_size: int, step_id: int = 1) -> StepBa
 
 
 def _sampling(rows: Sequence[Row]) -> SamplingBatch | None:
-    chosen = [index for index, row in enumerate(rows) if row.params is not None]
+    chosen = [
+        (index, one)
+        for index, row in enumerate(rows)
+        if row.params is not None
+        for one in (Sample(row.params, row.seed, row.history), *row.forks)
+    ]
     if not chosen:
         return None
-    params = [rows[index].params or GREEDY for index in chosen]
     histories: Mapping[int, PenaltyHistory] = {
-        place: history for place, index in enumerate(chosen) if (history := rows[index].history) is not None
+        place: one.history for place, (_, one) in enumerate(chosen) if one.history is not None
     }
     return sampling_batch(
-        params,
-        seeds=[rows[index].seed for index in chosen],
-        positions=[rows[index].end for index in chosen],
+        [one.params for _, one in chosen],
+        seeds=[one.seed for _, one in chosen],
+        positions=[rows[index].end for index, _ in chosen],
         histories=histories,
-        rows=chosen,
+        rows=[index for index, _ in chosen],
     )
 
 

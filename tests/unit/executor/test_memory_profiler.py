@@ -18,8 +18,10 @@ from executor_service.memory_profiler import (
     PeakMeter,
     compute_num_blocks,
     high_water_mark,
+    host_memory_left,
     kv_bytes_per_block,
     min_num_blocks,
+    require_host_blocks_fit,
     require_one_sequence,
     resident_bytes,
     total_memory,
@@ -83,6 +85,49 @@ def test_require_one_sequence_too_few_blocks_names_numbers_and_flags() -> None:
     for flag in ("--memory-limit", "--gpu-memory-utilization", "--max-model-len", "--max-num-batched-tokens"):
         assert flag in message
     assert caught.value.metadata["missing_bytes"] == "100"
+
+
+def test_require_one_sequence_names_host_blocks_only_where_there_are_some() -> None:
+    terms = {
+        "max_model_len": 64,
+        "block_size": 16,
+        "bytes_per_block": 100,
+        "total_bytes": 1000,
+        "utilization": 1.0,
+        "weights_bytes": 300,
+        "peak_bytes": 500,
+    }
+    with pytest.raises(
+        NotEnoughMemoryError, match=r"- host blocks 200 \(swap_space\) leaves 300 bytes, 200 too few"
+    ) as with_host:
+        require_one_sequence(3, **terms, host_bytes=200)  # type: ignore[arg-type]
+    assert "less aside with --swap-space" in str(with_host.value)
+    with pytest.raises(NotEnoughMemoryError) as without:
+        require_one_sequence(3, **terms)  # type: ignore[arg-type]
+    assert "swap" not in str(without.value)
+
+
+def test_compute_num_blocks_takes_host_blocks_from_the_same_memory() -> None:
+    assert compute_num_blocks(1000, 1.0, 300, 100, host_bytes=250) == 4
+    assert compute_num_blocks(1000, 1.0, 300, 100, host_bytes=701) == 0
+
+
+@pytest.mark.parametrize(("host", "left", "missing"), [(10, 10, 0), (0, -5, 0), (11, 10, 1), (3, -5, 3)])
+def test_require_host_blocks_fit_says_what_is_missing(host: int, left: int, missing: int) -> None:
+    if not missing:
+        require_host_blocks_fit(host, left_bytes=left, left="the machine")
+        return
+    with pytest.raises(NotEnoughMemoryError, match=f"the machine leaves {left} bytes, {missing} too few") as caught:
+        require_host_blocks_fit(host, left_bytes=left, left="the machine")
+    assert caught.value.metadata["missing_bytes"] == str(missing)
+
+
+def test_host_memory_left_is_what_the_machine_and_the_cgroup_still_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_profiler.psutil, "virtual_memory", lambda: SimpleNamespace(available=3 * GIB))
+    monkeypatch.setattr(memory_profiler, "resident_bytes", lambda: GIB)
+    for limits, left in (([], 3), ([9 * GIB], 3), ([9 * GIB, 2 * GIB], 1)):
+        monkeypatch.setattr(memory_profiler, "_cgroup_limits", lambda limits=limits: limits)
+        assert host_memory_left() == left * GIB
 
 
 def test_total_memory_with_a_limit_is_the_limit() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from executor_service.backends.base import BackendError
+from executor_service.backends.base import BackendError, PenaltyHistory
 from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.kv_cache import KvLayout, PagedKvCache
 from executor_service.model_loader import load_model
@@ -17,6 +17,7 @@ from executor_service.model_runner import ATTENTION_NAME, ModelRunner, probe
 from tests.unit.executor.step_builder import (
     VOCAB_SIZE,
     Row,
+    Sample,
     build_step,
     prompt_of,
     reference_tokens,
@@ -120,6 +121,42 @@ def test_run_stale_nan_in_the_cache_changes_nothing(folder: Path) -> None:
         results.append(seq)
     assert results[0] == results[1]
     assert results[0][21:] == reference_tokens(folder, prompt, NEW_TOKENS)
+
+
+@pytest.mark.parametrize("own", [[4, 5, 6, 7], [5]])
+def test_run_row_sampled_often_equals_as_many_rows(folder: Path, own: list[int]) -> None:
+    """Also with as many samples as there are tokens, or rows, where what is asked for looks like every token's."""
+    harness = Harness(folder, 8)
+    past = prompt_of(len(own), 3)
+    histories = [PenaltyHistory(np.array([*own, *past[:n]], dtype=np.int32), len(own)) for n in (0, 1)]
+    ways = [
+        Sample(sampling(temperature=0.8, top_p=0.9, num_logprobs=2), 11),
+        Sample(sampling(), 12),
+        Sample(sampling(presence_penalty=1.5, repetition_penalty=1.3), 13, histories[0]),
+        Sample(sampling(temperature=1.3, frequency_penalty=0.7), 14, histories[1]),
+    ][: max(2, len(own))]
+    other = Row(prompt_of(9, 8), 0, harness.take(9), params=None)
+    row = Row(own, 0, harness.take(4), ways[0].params, ways[0].seed, ways[0].history, ways[1:])
+    together = harness.runner.run(build_step([row, other] if len(own) == 1 else [row], 8), harness.cache)
+    rows = [Row(own, 0, harness.take(4), one.params, one.seed, one.history) for one in ways]
+    apart = harness.runner.run(build_step(rows, 8), harness.cache)
+    assert together.sampled_token_ids.tolist() == apart.sampled_token_ids.tolist()
+    assert list(together.logprobs) == list(apart.logprobs) == [0]
+    np.testing.assert_array_equal(together.logprobs[0].token_ids, apart.logprobs[0].token_ids)
+    np.testing.assert_allclose(together.logprobs[0].logprobs, apart.logprobs[0].logprobs, rtol=1e-5)
+    assert not together.failures
+
+
+def test_run_row_sampled_twice_does_not_hide_a_bad_row_that_does_not_sample(folder: Path) -> None:
+    harness = Harness(folder, 8)
+    with torch.inference_mode():
+        harness.runner._model.get_input_embeddings().weight[2] = float("nan")
+    rows = [
+        Row(prompt_of(6, 1), 0, harness.take(6), forks=[Sample(seed=1)]),
+        Row([5, 2, 6], 0, harness.take(3), params=None),
+    ]
+    result = harness.runner.run(build_step(rows, 8), harness.cache)
+    assert [(f.row, f.reason) for f in result.failures] == [(1, "NON_FINITE_KV")]
 
 
 def test_run_without_sampling_writes_kv_and_returns_no_token(folder: Path) -> None:

@@ -10,12 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from tokenizers import Tokenizer
 
-from executor_service.backends.base import BackendError, NotEnoughMemoryError
+from executor_service.backends import torch_backend
+from executor_service.backends.base import BackendError, BlockCopies, CopyDirection, NotEnoughMemoryError
 from executor_service.backends.torch_backend import TorchBackend, TorchBackendConfig
+from executor_service.block_copies import parse_copies
 from executor_service.devices import resolve_device
+from executor_service.kernels import reference
 from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.memory_profiler import resident_bytes
 from executor_service.profile_batch import SCRATCH_BLOCKS, worst_batch
@@ -27,8 +32,17 @@ from tests.unit.executor.step_builder import (
     sampling,
     save_tiny_model,
 )
+from tests.unit.executor_shell.executor_builders import copies_of, make_copies
 
 GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> TorchBackend:
+    """A backend that tests share; each starts with a cache of its own."""
+    made = backend(folder)
+    made.load()
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +118,118 @@ def test_profile_memory_too_little_memory_is_refused_with_numbers(folder: Path) 
     assert caught.value.metadata["total_bytes"] == str(100 << 20)
 
 
+def test_profile_memory_swap_space_is_part_of_the_cpus_memory_and_logged(folder: Path) -> None:
+    made = backend(folder, swap_space=2 * GIB, memory_limit=4 * GIB)
+    made.load()
+    with capture_logs() as logs:
+        profile = made.profile_memory(32, 4)
+    assert profile.num_host_blocks == 2 * GIB // profile.bytes_per_block > 0
+    host_bytes = profile.num_host_blocks * profile.bytes_per_block
+    assert profile.available_bytes == int(4 * GIB * 0.9) - profile.peak_bytes - host_bytes
+    assert profile.num_blocks == profile.available_bytes // profile.bytes_per_block
+    (line,) = [entry for entry in logs if entry["event"] == "memory_profile"]
+    assert (line["num_host_blocks"], line["host_bytes"]) == (profile.num_host_blocks, host_bytes)
+
+
+@pytest.mark.parametrize("override", [None, 7])
+def test_profile_memory_swap_space_beyond_the_memory_is_refused_with_numbers(
+    folder: Path, override: int | None
+) -> None:
+    made = backend(folder, swap_space=4 * GIB, memory_limit=4 * GIB, num_blocks_override=override)
+    made.load()
+    with pytest.raises(NotEnoughMemoryError, match=r"host blocks of --swap-space take \d+ bytes") as caught:
+        made.profile_memory(32, 4)
+    numbers = {name: int(value) for name, value in caught.value.metadata.items()}
+    assert numbers["missing_bytes"] == numbers["host_bytes"] - numbers["left_bytes"]
+    assert str(4 * GIB) in str(caught.value)
+
+
+class OneGib:
+    """In place of the meter, whose measurements are never twice the same: the peak is 1 GiB."""
+
+    peak_bytes = GIB
+
+    def __init__(self, _: torch.device) -> None:
+        pass
+
+    def __enter__(self) -> OneGib:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_profile_memory_swap_space_that_leaves_no_sequence_is_named_in_the_refusal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_backend, "PeakMeter", OneGib)
+    left = 4 * GIB - GIB
+    sequence = 17 * 2 * 3 * 2 * 16 * 16 * 4  # 256 tokens in blocks of 16, and the null block
+    fits = backend(folder, memory_limit=4 * GIB, gpu_memory_utilization=1.0, swap_space=left - sequence)
+    fits.load()
+    assert fits.profile_memory(32, 4).num_blocks >= 17
+    made = backend(folder, memory_limit=4 * GIB, gpu_memory_utilization=1.0, swap_space=left - sequence // 2)
+    made.load()
+    with pytest.raises(NotEnoughMemoryError, match=r"KV blocks of .* host blocks \d+ \(swap_space\).*--swap-space"):
+        made.profile_memory(32, 4)
+
+
+def test_load_swap_space_below_one_block_is_refused_with_numbers(folder: Path) -> None:
+    with pytest.raises(BackendError, match=r"--swap-space of at least one block, \d+ bytes, .* got 1000") as caught:
+        backend(folder, swap_space=1000).load()
+    assert caught.value.reason == "BAD_SWAP_SPACE"
+
+
+def test_initialize_kv_cache_other_host_blocks_are_allocated_anew_and_the_same_are_cleared(folder: Path) -> None:
+    made = backend(folder)
+    made.load()
+    made.initialize_kv_cache(9, 3)
+    memory = made._memory
+    assert memory is not None
+    memory.host.blocks.fill_(7.0)
+    made.initialize_kv_cache(9, 3)
+    assert made._memory is memory
+    assert not memory.host.blocks.any()
+    made.initialize_kv_cache(9, 2)
+    assert made._memory is not memory
+    assert memory.host.num_bytes == 0
+    made.close()
+    assert made._memory is None
+
+
+def test_initialize_kv_cache_without_room_for_host_blocks_says_how_many(folder: Path) -> None:
+    made = backend(folder)
+    made.load()
+    with pytest.raises(NotEnoughMemoryError, match=r"room for 1000000000000 host blocks \(\d+ bytes\)"):
+        made.initialize_kv_cache(9, 10**12)
+    with pytest.raises(BackendError, match="expected initialize_kv_cache before a step"):
+        made.execute(build_step([Row([5], 0, [1])], 16))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(copies_of(num_blocks=6, num_host_blocks=3), min_size=1, max_size=12))
+def test_copy_blocks_equals_a_naive_loop_over_all_layers(loaded: TorchBackend, copies: list[tuple[int, ...]]) -> None:
+    loaded.initialize_kv_cache(6, 3)
+    memory = loaded._memory
+    assert memory is not None
+    tensors = [*memory.cache.layers, memory.host.blocks]
+    for number, tensor in enumerate(tensors):
+        tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + 0.25 * number)
+    *layers, host = [tensor.clone() for tensor in tensors]
+    reference.copy_blocks(layers, host, [(CopyDirection(way), source, target) for way, source, target in copies])
+    loaded.copy_blocks(parse_copies(make_copies(copies), 6, 3).runs)
+    for tensor, expected in zip(tensors, [*layers, host], strict=True):
+        assert torch.equal(tensor, expected)
+
+
+def test_copy_blocks_that_torch_fails_is_a_backend_error(loaded: TorchBackend) -> None:
+    loaded.initialize_kv_cache(6, 3)
+    beyond = np.array([77], dtype=np.int32)
+    with pytest.raises(BackendError, match="copying blocks failed in torch") as caught:
+        loaded.copy_blocks([BlockCopies(CopyDirection.DEVICE_TO_DEVICE, beyond, beyond)])
+    assert caught.value.reason == "COPY_FAILED"
+
+
 def test_execute_prefill_and_decode_equal_generate(folder: Path) -> None:
     made = backend(folder)
     made.load()
@@ -132,15 +258,15 @@ def test_initialize_kv_cache_same_size_reuses_and_clears(folder: Path) -> None:
     made = backend(folder)
     made.load()
     made.initialize_kv_cache(9)
-    cache = made._cache
-    assert cache is not None
+    memory = made._memory
+    assert memory is not None
     made.execute(build_step([Row(prompt_of(20, 2), 0, [4, 5])], 16))
-    assert cache.layers[0].any()
+    assert memory.cache.layers[0].any()
     made.initialize_kv_cache(9)
-    assert made._cache is cache
-    assert not cache.layers[0].any()
+    assert made._memory is memory
+    assert not memory.cache.layers[0].any()
     made.initialize_kv_cache(11)
-    assert made._cache is not cache
+    assert made._memory is not memory
 
 
 def test_execute_out_of_order_calls_are_refused(folder: Path) -> None:
@@ -149,8 +275,10 @@ def test_execute_out_of_order_calls_are_refused(folder: Path) -> None:
     with pytest.raises(BackendError, match=r"expected load\(\) first"):
         made.execute(step)
     made.load()
-    with pytest.raises(BackendError, match="expected initialize_kv_cache before execute"):
+    with pytest.raises(BackendError, match="expected initialize_kv_cache before a step"):
         made.execute(step)
+    with pytest.raises(BackendError, match="expected initialize_kv_cache before a step"):
+        made.copy_blocks([])
     made.initialize_kv_cache(3)
     made.execute(step)
     made.close()
@@ -165,6 +293,7 @@ def test_execute_out_of_order_calls_are_refused(folder: Path) -> None:
         {"gpu_memory_utilization": 0.0},
         {"gpu_memory_utilization": 1.1},
         {"memory_limit": 0},
+        {"swap_space": -1},
         {"num_blocks_override": 1},
         {"num_threads": 0},
     ],
@@ -183,7 +312,7 @@ def test_resolve_device_that_is_not_there_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "seqs", "length"),
-    [(2048, 256, 8192), (64, 64, 8192), (1, 1, 16), (100, 3, 32), (2048, 2, 100), (7, 9, 8)],
+    [(2048, 256, 8192), (64, 64, 8192), (5, 17, 100), (1, 1, 16), (100, 3, 32), (2048, 2, 100), (7, 9, 8)],
 )
 def test_worst_batch_reaches_every_limit_and_passes_none(tokens: int, seqs: int, length: int) -> None:
     limits = AttentionLimits(gather_tokens=20_000)
@@ -202,6 +331,10 @@ def test_worst_batch_reaches_every_limit_and_passes_none(tokens: int, seqs: int,
     assert query_lens.min() >= 1
     assert batch.seq_lens.max() == length
     assert np.all(batch.seq_lens >= query_lens)
+    assert batch.sampling is not None
+    assert len(batch.sampling.rows) == len(batch.sampling.histories) == seqs  # forked rows sample more than once
+    assert set(batch.sampling.rows.tolist()) == set(range(batch.num_rows))
+    assert np.all(np.diff(batch.sampling.rows) >= 0)
     assert batch.tables[0].block_ids.max() < SCRATCH_BLOCKS
     assert batch.tables[0].block_ids.min() >= 1
     assert batch.slot_mappings[0].max() < SCRATCH_BLOCKS * 16

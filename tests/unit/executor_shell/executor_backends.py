@@ -6,7 +6,7 @@ import threading
 
 from executor_service.backends.base import ModelInfo, StepBatch, StepResult
 from executor_service.backends.sim_backend import SimBackend, SimBackendConfig
-from tests.unit.executor_shell.executor_builders import BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE
+from tests.unit.executor_shell.executor_builders import BLOCK_SIZE, NUM_BLOCKS, SIM_SWAP_SPACE, VOCAB_SIZE
 
 # A test that waits longer than this for another thread has found a deadlock.
 DEADLOCK_S = 30.0
@@ -19,7 +19,9 @@ class HeldBackend(SimBackend):
     """
 
     def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
-        config = SimBackendConfig(block_size=BLOCK_SIZE, sim_num_blocks=NUM_BLOCKS, sim_vocab_size=vocab_size)
+        config = SimBackendConfig(
+            block_size=BLOCK_SIZE, sim_num_blocks=NUM_BLOCKS, sim_vocab_size=vocab_size, swap_space=SIM_SWAP_SPACE
+        )
         super().__init__(config)
         self.load_gate = threading.Event()
         self.step_gate = threading.Semaphore(0)
@@ -65,10 +67,10 @@ class BrokenBackend(HeldBackend):
             raise self.load_error
         return super().load()
 
-    def initialize_kv_cache(self, num_blocks: int) -> None:
+    def initialize_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         if self.allocate_error is not None:
             raise self.allocate_error
-        super().initialize_kv_cache(num_blocks)
+        super().initialize_kv_cache(num_blocks, num_host_blocks)
 
     def execute(self, batch: StepBatch) -> StepResult:
         if batch.step_id in self.step_errors:

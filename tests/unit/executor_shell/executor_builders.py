@@ -10,6 +10,7 @@ import grpc
 import numpy as np
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from hypothesis import strategies as st
 from kvplane.common.v1 import common_pb2
 from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvplane.executor.v1 import executor_service_pb2_grpc as pb_grpc
@@ -21,6 +22,10 @@ NUM_BLOCKS = 64
 VOCAB_SIZE = 1000
 MAX_TOKENS = 64
 MAX_SEQS = 8
+# For tests that swap: so many host blocks of a sim executor.
+NUM_HOST_BLOCKS = 6
+SIM_SWAP_SPACE = NUM_HOST_BLOCKS * BLOCK_SIZE * 8
+D2D, D2H, H2D = 1, 2, 3
 
 
 def sim_config(**values: object) -> ExecutorConfig:
@@ -50,8 +55,17 @@ def greedy(**values: object) -> pb.TokenSampling:
 
 
 @dataclass
+class Sample:
+    """How one more token is drawn from a row."""
+
+    params: pb.TokenSampling = field(default_factory=greedy)
+    seed: int = 0
+    history: tuple[Sequence[int], int] | None = None
+
+
+@dataclass
 class Row:
-    """The next tokens of one sequence."""
+    """The next tokens of one sequence; if it samples, `forks` are drawn beside its own."""
 
     token_ids: Sequence[int]
     table: Sequence[int]
@@ -61,6 +75,7 @@ class Row:
     seed: int = 0
     feed: int = -1
     history: tuple[Sequence[int], int] | None = None
+    forks: Sequence[Sample] = ()
 
 
 def make_step(
@@ -71,8 +86,9 @@ def make_step(
     block_size: int = BLOCK_SIZE,
     feeds_from_step_id: int = 0,
     tags: dict[int, bytes] | None = None,
+    copies: Sequence[tuple[int, int, int]] = (),
 ) -> pb.ExecuteRequest:
-    """A step as the contract wants it."""
+    """A step as the contract wants it; copies are (direction, source, target)."""
     lengths = [len(row.token_ids) for row in rows]
     ends = [row.start + length for row, length in zip(rows, lengths, strict=True)]
     tables = [list(row.table[: -(-end // block_size)]) for row, end in zip(rows, ends, strict=True)]
@@ -97,22 +113,30 @@ def make_step(
         request.sampling.CopyFrom(_sampling(rows))
     if tags:
         request.block_tags.CopyFrom(pb.BlockTags(block_ids=column(list(tags)), tags=list(tags.values())))
+    if copies:
+        request.copies.CopyFrom(make_copies(copies))
     return request
 
 
+def make_copies(copies: Sequence[tuple[int, int, int]]) -> pb.BlockCopies:
+    """Copies of (direction, source, target)."""
+    directions, sources, targets = zip(*copies, strict=True)
+    return pb.BlockCopies(directions=column(directions), source_ids=column(sources), target_ids=column(targets))
+
+
 def _sampling(rows: Sequence[Row]) -> pb.SamplingBatch:
-    sampling = [(index, row) for index, row in enumerate(rows) if row.samples]
+    sampling = [(index, one) for index, row in enumerate(rows) if row.samples for one in (row, *row.forks)]
     distinct: list[pb.TokenSampling] = []
-    for _, row in sampling:
-        if row.params not in distinct:
-            distinct.append(row.params)
+    for _, one in sampling:
+        if one.params not in distinct:
+            distinct.append(one.params)
     batch = pb.SamplingBatch(
         rows=column([index for index, _ in sampling]),
         params=distinct,
-        params_index=column([distinct.index(row.params) for _, row in sampling]),
-        seeds=[row.seed for _, row in sampling],
+        params_index=column([distinct.index(one.params) for _, one in sampling]),
+        seeds=[one.seed for _, one in sampling],
     )
-    histories = [(place, row.history) for place, (_, row) in enumerate(sampling) if row.history is not None]
+    histories = [(place, one.history) for place, (_, one) in enumerate(sampling) if one.history is not None]
     if histories:
         batch.penalties.CopyFrom(
             pb.PenaltyHistories(
@@ -123,6 +147,17 @@ def _sampling(rows: Sequence[Row]) -> pb.SamplingBatch:
             )
         )
     return batch
+
+
+@st.composite
+def copies_of(draw: st.DrawFn, num_blocks: int, num_host_blocks: int) -> tuple[int, int, int]:
+    """Any copy that is legal among so many blocks; with few of them, copies of a list meet each other often."""
+    direction = draw(st.sampled_from([D2D, D2H, H2D]))
+    source = draw(st.integers(0, num_host_blocks - 1) if direction == H2D else st.integers(1, num_blocks - 1))
+    target = draw(st.integers(0, num_host_blocks - 1) if direction == D2H else st.integers(1, num_blocks - 1))
+    if direction == D2D and source == target:
+        target = source % (num_blocks - 1) + 1
+    return direction, source, target
 
 
 class ExecuteCall:
@@ -168,10 +203,11 @@ class ExecutorClient:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.stub = pb_grpc.ExecutorServiceStub(channel)
 
-    async def handshake(self, num_blocks: int = NUM_BLOCKS) -> int:
+    async def handshake(self, num_blocks: int = NUM_BLOCKS, num_host_blocks: int = 0) -> int:
         """Profile and initialise; returns the epoch."""
         await self.stub.ProfileMemory(pb.ProfileMemoryRequest(max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS))
-        response = await self.stub.InitializeKvCache(pb.InitializeKvCacheRequest(num_blocks=num_blocks))
+        request = pb.InitializeKvCacheRequest(num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+        response = await self.stub.InitializeKvCache(request)
         return response.kv_cache.kv_epoch
 
     def execute(self) -> ExecuteCall:

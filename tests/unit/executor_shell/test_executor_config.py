@@ -36,7 +36,8 @@ def test_executor_id_differs_between_runs():
 )
 def test_parse_size_units_give_bytes(text, size):
     assert parse_size(text) == size
-    assert ExecutorConfig(backend="sim", memory_limit=text).memory_limit == size
+    config = ExecutorConfig(backend="sim", memory_limit=text, swap_space=text)
+    assert (config.memory_limit, config.swap_space) == (size, size)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,8 @@ def test_parse_size_units_give_bytes(text, size):
         (["--port", "70000"], ["--port", "65535", "'70000'"]),
         (["--block-size", "x"], ["--block-size", "integer", "'x'"]),
         (["--memory-limit", "2Q"], ["--memory-limit", '"2GiB"', "'2Q'"]),
+        (["--swap-space", "4gb"], ["--swap-space", '"2GiB"', "'4gb'"]),
+        (["--swap-space", "-1"], ["--swap-space", "'-1'"]),
         (["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype", "auto", "'fp8'"]),
         (["--gpu-memory-utilization", "1.5"], ["--gpu-memory-utilization", "1", "'1.5'"]),
         (["--advertise-address", "nowhere"], ["--advertise-address", "'nowhere'"]),

@@ -6,7 +6,7 @@ from executor_service import sampling_input
 from executor_service.errors import InvalidFieldError
 from executor_service.input_batch import StepLimits, fill_batch, parse_step
 from executor_service.sampling_input import SamplingParser
-from tests.unit.executor_shell.executor_builders import Row, column, greedy, make_step
+from tests.unit.executor_shell.executor_builders import Row, Sample, column, greedy, make_step
 
 NAN, INF = float("nan"), float("inf")
 NO_TOKENS = np.empty(0, dtype=np.int32)
@@ -16,6 +16,7 @@ def make_limits(**values):
     defaults = {
         "kv_epoch": 1,
         "num_blocks": 20,
+        "num_host_blocks": 3,
         "block_size": 4,
         "vocab_size": 100,
         "max_model_len": 40,
@@ -70,6 +71,21 @@ def test_parse_step_without_rows_is_legal():
 def test_parse_step_seeds_keep_all_64_bits():
     request = make_step(1, 1, [Row([1], [1], seed=2**64 - 1)])
     assert parse_step(request, make_limits()).sampling.seeds.tolist() == [2**64 - 1]
+
+
+def test_parse_step_row_may_sample_as_often_as_there_may_be_rows():
+    penalised, forks = greedy(presence_penalty=1.0), [Sample(seed=seed) for seed in (2, 3)]
+    rows = [Row([1, 2], [1], seed=1, forks=forks), Row([3], [2], params=penalised, history=([4], 1))]
+    sampling = parse_step(make_step(1, 1, rows), make_limits()).sampling
+    assert sampling.rows.tolist() == [0, 0, 0, 1]
+    assert sampling.positions.tolist() == [2, 2, 2, 1]
+    assert sampling.seeds.tolist() == [1, 2, 3, 0]
+    assert list(sampling.histories) == [3]
+
+
+def test_parse_step_without_copies_has_no_runs():
+    copies = parse_step(make_valid(), make_limits()).copies
+    assert (copies.runs, copies.written_blocks.tolist()) == ((), [])
 
 
 def test_parse_step_two_groups_give_two_tables():
@@ -159,6 +175,7 @@ MALFORMED = {
     "feeds-below": (_set("feeds_from", [-1, -2, 0]), "feeds_from[1]"),
     "sampling-row-beyond": (_set("sampling.rows", [1, 3]), "sampling.rows[1]"),
     "sampling-row-negative": (_set("sampling.rows", [-1, 2]), "sampling.rows[0]"),
+    "samples-more-than-profiled": (_set("sampling.rows", [1, 1, 1, 2, 2]), "sampling.rows"),
     "sampling-rows-falling": (_set("sampling.rows", [2, 1]), "sampling.rows[1]"),
     "params-index-few": (_set("sampling.params_index", [0]), "sampling.params_index"),
     "params-index-beyond": (_set("sampling.params_index", [0, 2]), "sampling.params_index[1]"),

@@ -8,7 +8,7 @@ from executor_service.backends.sim_backend import SimBackend, SimBackendConfig
 from executor_service.backends.sim_digest import expected_tokens
 from executor_service.input_batch import StepLimits, fill_batch, parse_step
 from executor_service.sampling_input import SamplingParser
-from tests.unit.executor_shell.executor_builders import Row, greedy, make_step
+from tests.unit.executor_shell.executor_builders import Row, Sample, greedy, make_step
 
 VOCAB = 1000
 PROMPT = list(range(100, 111))
@@ -25,7 +25,9 @@ class Sim:
         info = self.backend.load()
         self.backend.initialize_kv_cache(num_blocks)
         sampling = SamplingParser(vocab_size, info.max_logprobs)
-        self.limits = StepLimits(1, num_blocks, block_size, vocab_size, info.max_model_len, 1, 10_000, 1_000, sampling)
+        self.limits = StepLimits(
+            1, num_blocks, 0, block_size, vocab_size, info.max_model_len, 1, 10_000, 1_000, sampling
+        )
 
     def run(self, *rows):
         request = make_step(1, 1, rows, block_size=self.block_size)
@@ -66,6 +68,36 @@ def test_execute_temperature_uses_seed_and_position():
     assert drawn == oracle(PROMPT, 6, seed=2**63 + 5, temperature=0.7)
     assert drawn != oracle(PROMPT, 6, seed=5, temperature=0.7)
     assert drawn != oracle(PROMPT, 6)
+
+
+def test_execute_row_sampled_often_equals_as_many_rows():
+    warm, penalised = greedy(temperature=0.7), greedy(temperature=0.7, presence_penalty=1.0)
+    ways = [Sample(warm, 1), Sample(warm, 2), Sample(greedy()), Sample(penalised, 2, (PROMPT, 4))]
+    ways += [Sample(greedy(suppressed_token_ids=oracle(PROMPT, 1), num_logprobs=0))]
+    first, *forks = ways
+    rows = [Row([9, 9], [50]), Row(PROMPT, [1, 2, 3], params=first.params, seed=first.seed, forks=forks)]
+    together = Sim().run(*rows)
+    apart = Sim().run(*(Row(PROMPT, [3 * i + 1, 3 * i + 2, 3 * i + 3], **vars(way)) for i, way in enumerate(ways)))
+    tokens = together.sampled_token_ids.tolist()
+    assert tokens[1:] == apart.sampled_token_ids.tolist()
+    assert tokens[1:3] == [oracle(PROMPT, 1, temperature=0.7, seed=seed)[0] for seed in (1, 2)]
+    assert len(set(tokens[1:])) == len(ways)
+    assert list(together.logprobs) == [5]
+
+
+def test_execute_row_whose_one_fork_has_no_token_left_fails():
+    none_left = Sample(greedy(suppressed_token_ids=range(4)))
+    result = Sim(vocab_size=4).run(Row([1], [1], forks=[none_left]), Row([2], [2]))
+    assert {(failure.row, failure.reason) for failure in result.failures} == {(0, "ALL_TOKENS_SUPPRESSED")}
+    assert result.sampled_token_ids.tolist()[2:] == expected_tokens([2], 1, vocab_size=4)
+
+
+def test_profile_memory_host_blocks_are_what_the_swap_space_holds():
+    def host_blocks(swap_space):
+        return SimBackend(SimBackendConfig(swap_space=swap_space)).profile_memory(64, 4).num_host_blocks
+
+    assert [host_blocks(size) for size in (0, 127, 128, 1 << 20)] == [0, 0, 1, 8192]
+    assert host_blocks(1 << 60) == 2**31 - 1
 
 
 def test_execute_greedy_ignores_the_seed():

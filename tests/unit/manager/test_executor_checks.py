@@ -18,14 +18,19 @@ from kvmanager_service.executor_client import ReadyExecutor
 SERVED = ModelView("tiny", "f1", 128, 600, (0,), 0, "float32")
 
 
-def ready(max_model_len: int = 128, num_blocks: int = 65, block_size: int = 4, groups: int = 1) -> ReadyExecutor:
+def ready(
+    max_model_len: int = 128, num_blocks: int = 65, block_size: int = 4, groups: int = 1, num_host_blocks: int = 0
+) -> ReadyExecutor:
     info = pb.GetModelInfoResponse(
         model_name="tiny",
         model_fingerprint="f1",
         max_model_len=max_model_len,
         kv_groups=[pb.KvGroup(type=pb.KV_GROUP_TYPE_FULL_ATTENTION)] * groups,
     )
-    return ReadyExecutor(info, pb.KvCacheState(kv_epoch=1, num_blocks=num_blocks, block_size=block_size), [])
+    kv_cache = pb.KvCacheState(
+        kv_epoch=1, num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks
+    )
+    return ReadyExecutor(info, kv_cache, [])
 
 
 def test_executor_that_fits_passes_every_check() -> None:
@@ -41,7 +46,9 @@ def test_executor_of_other_weights_is_a_mismatch() -> None:
     assert caught.value.reason == "MODEL_MISMATCH"
 
 
-@pytest.mark.parametrize("changes", [{"groups": 0}, {"groups": 2}, {"block_size": 0}, {"num_blocks": 1}])
+@pytest.mark.parametrize(
+    "changes", [{"groups": 0}, {"groups": 2}, {"block_size": 0}, {"num_blocks": 1}, {"num_host_blocks": -1}]
+)
 def test_executor_of_a_cache_without_books_is_of_unsupported_geometry(changes: dict[str, int]) -> None:
     with pytest.raises(ExecutorUnfitError, match="kv_cache: expected one group") as caught:
         require_geometry(ready(**changes))

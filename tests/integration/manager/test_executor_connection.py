@@ -1,0 +1,49 @@
+"""How the manager brings an executor to where it serves, with a real one on the other side."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from kvplane.executor.v1 import executor_service_pb2 as pb
+
+from executor_service.server import running_executor
+from kvmanager_service.executor_client import ExecutorConnection, ReadyExecutor
+from tests.unit.executor_shell.executor_builders import NUM_BLOCKS, NUM_HOST_BLOCKS, SIM_SWAP_SPACE, sim_config
+
+
+@asynccontextmanager
+async def connection(swap_space: int) -> AsyncIterator[ExecutorConnection]:
+    async with running_executor(sim_config(swap_space=swap_space)) as server:
+        opened = ExecutorConnection(server.address)
+        yield opened
+        await opened.close()
+
+
+async def prepared(opened: ExecutorConnection, known_epoch: int = 0) -> ReadyExecutor:
+    return await opened.prepare(16, 4, known_epoch, with_tokenizer=False)
+
+
+async def test_prepare_takes_every_block_that_the_executor_reports_of_either_kind() -> None:
+    async with connection(SIM_SWAP_SPACE) as opened:
+        ready = await prepared(opened)
+        assert (ready.kv_cache.num_blocks, ready.num_host_blocks) == (NUM_BLOCKS, NUM_HOST_BLOCKS)
+        assert ready.tagged == []
+        assert (await prepared(opened)).kv_cache == ready.kv_cache
+        known = await prepared(opened, ready.kv_cache.kv_epoch)
+        assert (known.kv_cache, known.tagged, known.num_host_blocks) == (ready.kv_cache, None, NUM_HOST_BLOCKS)
+
+
+async def test_prepare_without_swap_space_has_no_host_blocks() -> None:
+    async with connection(0) as opened:
+        assert (await prepared(opened)).num_host_blocks == 0
+
+
+async def test_prepare_cache_with_fewer_host_blocks_than_there_are_is_made_anew() -> None:
+    async with connection(SIM_SWAP_SPACE) as opened:
+        await opened._stub.ProfileMemory(pb.ProfileMemoryRequest(max_num_batched_tokens=16, max_num_seqs=4))
+        old = await opened._stub.InitializeKvCache(pb.InitializeKvCacheRequest(num_blocks=NUM_BLOCKS))
+        assert old.kv_cache.num_host_blocks == 0
+        ready = await prepared(opened)
+        assert ready.num_host_blocks == NUM_HOST_BLOCKS
+        assert ready.kv_cache.kv_epoch != old.kv_cache.kv_epoch
