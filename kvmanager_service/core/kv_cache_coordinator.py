@@ -7,51 +7,25 @@ nothing of its group; what a group needs is for `kv_groups` to know.
     request ─▶ contents: its prefixes, one per `prefix_size` tokens, the same for all groups (`PrefixLedger`)
             └▶ tables: one `GroupTable` per group; entry i's content is (group, prefix at the entry's start, tokens)
 
-A hit is a length that all groups agree on: each in turn shortens it to what it can go on from, until none does. It is a
-multiple of all block sizes and never the whole sequence. Source: vLLM's hybrid KV cache coordinator, for the idea.
+A hit is a length that all groups agree on, see `group_hits`: a multiple of all block sizes, never the whole sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from math import gcd, lcm
 
-from kvmanager_service.core.block import BlockContent, KVCacheBlock
-from kvmanager_service.core.block_hash import (
-    BlockHash,
-    HashFunction,
-    KeyDomain,
-    default_hash,
-    encode_extra_keys,
-    hash_block_tokens,
-)
+from kvmanager_service.core.block import KVCacheBlock
+from kvmanager_service.core.block_hash import HashFunction, default_hash, hash_block_tokens
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY
 from kvmanager_service.core.forks import require_forkable
 from kvmanager_service.core.group_adoption import GroupAdoption
+from kvmanager_service.core.group_hits import GroupHits, GroupLookup
 from kvmanager_service.core.kv_cache_manager import KVCacheManager, TaggedBlock
 from kvmanager_service.core.kv_groups import FullAttention, GroupTable, KVGroup
 from kvmanager_service.core.prefix_ledger import PrefixLedger
 from kvmanager_service.core.request import Request
 from kvmanager_service.core.step import BlockCopy, CopyDirection
-
-
-class _GroupHits:
-    """The cached blocks of one request's prefix in one group, each looked up once at most."""
-
-    __slots__ = ("_coordinator", "_found", "_group_index", "_request")
-
-    def __init__(self, coordinator: KVCacheCoordinator, request: Request, group_index: int) -> None:
-        self._coordinator = coordinator
-        self._request = request
-        self._group_index = group_index
-        self._found: dict[int, KVCacheBlock | None] = {}
-
-    def block(self, index: int) -> KVCacheBlock | None:
-        """The cached block of a table index, None for a miss."""
-        if index not in self._found:
-            self._found[index] = self._coordinator.cached_block(self._request, self._group_index, index)
-        return self._found[index]
 
 
 class KVCacheCoordinator:
@@ -66,9 +40,9 @@ class KVCacheCoordinator:
         eviction_policy: a name in `EVICTION_POLICIES`.
 
     Attributes:
-        block_size: tokens that every hit is a multiple of, the least common multiple of the groups' block sizes.
-        prefix_size: tokens per prefix, their greatest common divisor.
-        group_keys: by group, the extra key that makes the same tokens in two groups two contents.
+        hits: finds what is cached, and says what names a content.
+        block_size: tokens that every hit is a multiple of.
+        prefix_size: tokens per prefix.
         copies: orders for the next step, in order; `take_copies` empties it.
 
     Invariants (`check_integrity`):
@@ -96,12 +70,10 @@ class KVCacheCoordinator:
         self.enable_caching = enable_caching
         self.hash_function = hash_function
         self.copies: list[BlockCopy] = []
-        self.block_size = lcm(*(group.block_size for group in groups))
-        self.prefix_size = gcd(*(group.block_size for group in groups))
+        self.hits = GroupHits(self.pool, groups, hash_function)
+        self.block_size = self.hits.block_size
+        self.prefix_size = self.hits.prefix_size
         self.ledger = PrefixLedger(self.pool)
-        self.group_keys = [
-            encode_extra_keys(((KeyDomain.KV_GROUP, index.to_bytes(2, "little")),)) for index in range(len(groups))
-        ]
         self._full_groups = [index for index, group in enumerate(groups) if group.reach is None]
         self._requests_with_prefixes: dict[int, Request] = {}
 
@@ -113,49 +85,13 @@ class KVCacheCoordinator:
 
     def longest_hit(self, request: Request) -> int:
         """The longest cached prefix, in tokens, from which all groups of a request without blocks can go on."""
-        return self._agree(request, self._lookups(request))
+        return self._search(request, self.hits.lookups(request))
 
-    def _lookups(self, request: Request) -> list[_GroupHits]:
-        return [_GroupHits(self, request, index) for index in range(len(self.groups))]
-
-    def _agree(self, request: Request, lookups: list[_GroupHits]) -> int:
+    def _search(self, request: Request, lookups: list[GroupLookup]) -> int:
         if not self.enable_caching:
             return 0
         self._update_prefixes(request)
-        known = min(request.num_tokens - 1, len(request.contents) * self.prefix_size)
-        length = known // self.block_size * self.block_size
-        while True:
-            before = length
-            for group, lookup in zip(self.groups, lookups, strict=True):
-                length = group.longest_hit(lookup.block, length, self.block_size)
-            if length == before:
-                return length
-
-    def cached_block(self, request: Request, group_index: int, index: int) -> KVCacheBlock | None:
-        """A block that holds entry `index` of the request's table in a group, None for a miss; its prefix is known."""
-        group = self.groups[group_index]
-        block = self.pool.get_cached_block(*self._key_of(request, group_index, index))
-        if block is None or group.can_share_within_step or not block.provisional_step:
-            return block
-        assert block.content is not None
-        return next((other for other in block.content.blocks if not other.provisional_step), None)
-
-    def _key_of(
-        self, request: Request, group_index: int, index: int
-    ) -> tuple[BlockHash, BlockContent | None, bytes, bytes]:
-        """What names the content of a table's entry: hash, parent, tokens, extra keys. Its prefix is known."""
-        size = self.groups[group_index].block_size
-        start, stop = index * size, (index + 1) * size
-        key = self.group_keys[group_index]
-        return (
-            hash_block_tokens(self.hash_function, self._prefix_at(request, stop).block_hash, b"", key),
-            self._prefix_at(request, start) if start else None,
-            request.tokens(start, stop),
-            key + request.keys_of_block(index, size),
-        )
-
-    def _prefix_at(self, request: Request, position: int) -> BlockContent:
-        return request.contents[position // self.prefix_size - 1]
+        return self.hits.longest(request, lookups)
 
     def _update_prefixes(self, request: Request) -> None:
         """Let `contents` be the request's prefixes, as long as its tokens are known."""
@@ -205,8 +141,8 @@ class KVCacheCoordinator:
         """
         if not self._may_fit(request, reserve):
             return False
-        lookups = self._lookups(request)
-        hit = self._agree(request, lookups)
+        lookups = self.hits.lookups(request)
+        hit = self._search(request, lookups)
         firsts, hits, num_new = [], [], []
         for group, lookup in zip(self.groups, lookups, strict=True):
             first, stop = group.first_needed_block(hit), hit // group.block_size
@@ -246,11 +182,9 @@ class KVCacheCoordinator:
         at_least = -(-lacking // len(full)) if full else 0
         for index in full:
             stop = at_least * groups[index].block_size
-            if stop < request.num_tokens and stop <= len(request.contents) * self.prefix_size:
-                end = self._prefix_at(request, stop).block_hash
-                key = hash_block_tokens(self.hash_function, end, b"", self.group_keys[index])
-                if self.pool.may_be_held(key):
-                    return True
+            is_known = stop < request.num_tokens and stop <= len(request.contents) * self.prefix_size
+            if is_known and self.pool.may_be_held(self.hits.hash_of(request, index, stop)):
+                return True
         return not full
 
     def allocate_slots(self, request: Request, num_tokens: int) -> bool:
@@ -394,7 +328,7 @@ class KVCacheCoordinator:
         stop = (index + 1) * self.groups[group_index].block_size
         if stop > len(request.contents) * self.prefix_size:
             return False
-        block_hash, parent, tokens, extra_keys = self._key_of(request, group_index, index)
+        block_hash, parent, tokens, extra_keys = self.hits.key_of(request, group_index, index)
         content = self.pool.cache_full_block(
             request.tables[group_index].blocks[index],
             block_hash,
@@ -403,7 +337,7 @@ class KVCacheCoordinator:
             extra_keys,
             provisional_step=provisional_step,
             owner=request.arrival_seq,
-            serial=self._prefix_at(request, stop).serial,
+            serial=self.hits.prefix_at(request, stop).serial,
         )
         return content is not None
 
@@ -461,7 +395,7 @@ class KVCacheCoordinator:
             block
             for group_index, group in enumerate(self.groups)
             for index in range(num_tokens // group.block_size)
-            if (block := self.pool.get_cached_block(*self._key_of(request, group_index, index))) is not None
+            if (block := self.pool.get_cached_block(*self.hits.key_of(request, group_index, index))) is not None
         ]
 
     def relies_on(self, request: Request, distrusted: set[KVCacheBlock]) -> bool:
@@ -475,7 +409,7 @@ class KVCacheCoordinator:
         """
         if not self.enable_caching:
             return 0
-        sizes = {key: group.block_size for key, group in zip(self.group_keys, self.groups, strict=True)}
+        sizes = {key: group.block_size for key, group in zip(self.hits.group_keys, self.groups, strict=True)}
         return GroupAdoption(self.pool, self.ledger, sizes, self.prefix_size, self.hash_function).adopt(tagged)
 
     # --- checks ---------------------------------------------------------------------------------------------------
@@ -505,7 +439,7 @@ class KVCacheCoordinator:
                     owner = group_of.setdefault(block.block_id, group_index)
                     assert owner == group_index, f"{block!r} is in tables of groups {owner} and {group_index}"
                     if request.is_cacheable and self.enable_caching and index < table.num_cached:
-                        parent = self._prefix_at(request, index * group.block_size) if index else None
+                        parent = self.hits.prefix_at(request, index * group.block_size) if index else None
                         is_its = block.content is not None and block.content.parent is parent
                         assert is_its, f"{name} relies on content that {block!r} does not have"
                 yield table.blocks

@@ -18,7 +18,7 @@ from rich.progress import Progress
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
-from kvmanager_service.replay.cost_model import CostModel
+from kvmanager_service.replay.cost_model import TERMS, CostModel, CostModelError, read_cost_model
 from kvmanager_service.replay.one_at_a_time import replay_one_at_a_time
 from kvmanager_service.replay.options import parse
 from kvmanager_service.replay.plot import draw
@@ -37,6 +37,9 @@ def main(arguments: Sequence[str]) -> int:
     except TraceError as error:
         place = {"path": error.path, "line": error.line, "expected": error.expected, "got": error.got}
         return _fail(options, "BAD_TRACE", str(error), place)
+    except CostModelError as error:
+        place = {"path": error.path, "expected": error.expected, "got": error.got}
+        return _fail(options, "BAD_COST_MODEL", str(error), place)
     except OSError as error:
         place = {"path": str(error.filename)}
         return _fail(options, "BAD_FILE", f"{error.filename}: {error.strerror}; name another file", place)
@@ -55,6 +58,7 @@ def _fail(options: argparse.Namespace, reason: str, message: str, metadata: dict
 
 
 def _replay(options: argparse.Namespace) -> int:
+    _settle_cost(options)
     trace = read_trace(options.trace, options.format, options.limit)
     if options.whole_blocks:
         trace = [traced.with_whole_runs(MOONCAKE_BLOCK) for traced in trace]
@@ -98,8 +102,16 @@ def _run(options: argparse.Namespace, trace: Sequence[TraceRequest], kv: KVCache
         return TimedReplay(trace, Scheduler(config, kv), _cost(options), options.speedup, on_done).run()
 
 
+def _settle_cost(options: argparse.Namespace) -> None:
+    """Let each term be its flag's value, or else the file's, or else the default."""
+    usual = CostModel() if options.cost_model is None else read_cost_model(options.cost_model)
+    for name in TERMS:
+        if getattr(options, name) is None:
+            setattr(options, name, getattr(usual, name))
+
+
 def _cost(options: argparse.Namespace) -> CostModel:
-    return CostModel(options.step_us, options.prefill_token_us, options.decode_row_us, options.context_token_us)
+    return CostModel(*(getattr(options, name) for name in TERMS))
 
 
 def _most_blocks(trace: Sequence[TraceRequest], block_size: int) -> int:
@@ -109,7 +121,8 @@ def _most_blocks(trace: Sequence[TraceRequest], block_size: int) -> int:
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     shown = {name: value for name, value in vars(options).items() if name not in ("json", "plot")}
-    return shown | {"trace": str(options.trace)}
+    cost_model = None if options.cost_model is None else str(options.cost_model)
+    return shown | {"trace": str(options.trace), "cost_model": cost_model}
 
 
 if __name__ == "__main__":

@@ -1,20 +1,61 @@
-"""How long an executor takes for a step: a sum of four terms, each measured or reckoned once for a model and a machine.
+"""How long an executor takes for a step: a sum of five terms, each measured or reckoned once for a model and machine.
 
-Station: asked by `timed` for every step.
+Station: asked by `timed` for every step. `kvmanager_service.calibration` fits the terms to what a real executor takes,
+and writes the file that `read_cost_model` reads.
 
     microseconds = step + prefill_token × tokens of rows with several tokens
                         + decode_row × rows with one token
                         + context_token × Σ over rows of the sequence length that attention reads
+                        + attention_pair × Σ over tokens of rows with several of the positions each attends to
 
-A step without rows takes no time. Prefill attention, which grows with the square of a chunk, is in the terms only as
-far as its context is: keep chunks small against contexts, or measure prefill_token at your usual chunk.
+A step without rows takes no time. The last term is what makes a long prompt cost more than its tokens: it grows with
+the square of a prompt, and with the context of a late chunk.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvmanager_service.core.step import Step
+
+__all__ = ["TERMS", "CostModel", "CostModelError", "Quantities", "quantities", "read_cost_model"]
+
+TERMS = ("step_us", "prefill_token_us", "decode_row_us", "context_token_us", "attention_pair_us")
+"""Names of the terms, in the order of `quantities`."""
+
+
+class CostModelError(Exception):
+    """A file is not one of a cost model.
+
+    Attributes:
+        path: the file's.
+        expected, got: what.
+    """
+
+    def __init__(self, path: str, expected: str, got: str) -> None:
+        super().__init__(f"{path}: expected {expected}, got {got}; `kvplane calibrate HOST:PORT -o FILE` writes one")
+        self.path = path
+        self.expected = expected
+        self.got = got
+
+
+Quantities = tuple[int, int, int, int, int]
+"""What each term is multiplied with: 1, tokens of rows with several, rows with one token, tokens of context, pairs."""
+
+
+def quantities(step: Step) -> Quantities:
+    """What a step has of each."""
+    decode_rows = context = pairs = 0
+    for row in step.rows:
+        context += row.stop
+        if row.num_tokens == 1:
+            decode_rows += 1
+        else:
+            pairs += row.num_tokens * row.stop - row.num_tokens * (row.num_tokens - 1) // 2
+    return 1, step.num_tokens - decode_rows, decode_rows, context, pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,32 +63,57 @@ class CostModel:
     """Units: microseconds.
 
     The defaults are reckoned for 8 billion parameters in bf16 on a GPU with 3.35 TB/s and 500 TFLOP/s in use: reading
-    16 GB of weights, 16 GFLOP for a token, 128 KiB of K and V for a token of context.
+    16 GB of weights, 16 GFLOP for a token, 128 KiB of K and V for a token of context, 0.5 MFLOP for a pair.
 
     Attributes:
         step_us: any step: launches, and reading the weights.
         prefill_token_us: each token of a row that computes several: arithmetic.
         decode_row_us: each row that computes one token: sampling.
         context_token_us: each token of K and V that a row reads.
+        attention_pair_us: each pair of a token of a row that computes several and one it attends to: arithmetic.
     """
 
     step_us: float = 5000.0
     prefill_token_us: float = 32.0
     decode_row_us: float = 10.0
     context_token_us: float = 0.04
+    attention_pair_us: float = 0.001
 
     def seconds(self, step: Step) -> float:
         """How long the step takes."""
         if not step.rows:
             return 0.0
-        decode_rows = context = 0
-        for row in step.rows:
-            decode_rows += row.num_tokens == 1
-            context += row.stop
-        prefill_tokens = step.num_tokens - decode_rows
+        return self.microseconds(quantities(step)) / 1e6
+
+    def microseconds(self, counts: Quantities) -> float:
+        """How long a step of these `quantities` takes."""
+        num_steps, prefill_tokens, decode_rows, context, pairs = counts
         return (
-            self.step_us
+            self.step_us * num_steps
             + self.prefill_token_us * prefill_tokens
             + self.decode_row_us * decode_rows
             + self.context_token_us * context
-        ) / 1e6
+            + self.attention_pair_us * pairs
+        )
+
+
+def read_cost_model(path: Path) -> CostModel:
+    """Read the terms of a cost model: a JSON object whose "cost_model" has all five, whatever else is in it.
+
+    Raises:
+        CostModelError: it is not that.
+        OSError: the file can not be read.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of the JSON, or of the UTF-8
+        raise CostModelError(str(path), "a JSON object", str(error)) from None
+    values = document.get("cost_model") if isinstance(document, dict) else None
+    if not isinstance(values, dict):
+        raise CostModelError(str(path), 'a JSON object with an object "cost_model"', "none")
+    if values.keys() != set(TERMS):
+        raise CostModelError(str(path), f"cost_model with {', '.join(TERMS)}", ", ".join(sorted(values)) or "nothing")
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise CostModelError(str(path), f"{name}: a number of at least 0", repr(value))
+    return CostModel(**values)

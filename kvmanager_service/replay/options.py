@@ -13,7 +13,7 @@ from pathlib import Path
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
 from kvmanager_service.core.policies import POLICIES
 from kvmanager_service.core.scheduler_config import SchedulerConfig
-from kvmanager_service.replay.cost_model import CostModel
+from kvmanager_service.replay.cost_model import TERMS, CostModel
 from kvmanager_service.replay.trace import FORMATS, MOONCAKE_BLOCK
 
 __all__ = ["parse"]
@@ -28,8 +28,17 @@ Examples:
   kvplane replay mooncake.jsonl --num-blocks 30000 --block-size 512
   kvplane replay mooncake.jsonl --num-blocks 10001 --block-size 512 --one-at-a-time --whole-blocks --eviction-policy lfu
   kvplane replay azure.csv --num-blocks 29696 --speedup 4 --plot replay.svg --json
+  kvplane calibrate localhost:50061 -o cost.json && kvplane replay azure.csv --num-blocks 8000 --cost-model cost.json
 
 Exit codes: 0 done, 1 the trace or a file can not be used, 2 wrong usage, 130 interrupted."""
+
+_TERM_HELP = (
+    "any step: launches, reading the weights",
+    "each token of a row with several",
+    "each row with one token",
+    "each token of K and V that a row reads",
+    "each pair of a token of a row with several and one it attends to",
+)
 
 
 def _number(kind: Callable[[str], float], least: float, what: str) -> Callable[[str], float]:
@@ -127,14 +136,14 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
 
     steps = parser.add_argument_group("what a step costs, in microseconds (the defaults: 8B parameters on one H100)")
-    for name, text in (
-        ("step_us", "any step: launches, reading the weights"),
-        ("prefill_token_us", "each token of a row with several"),
-        ("decode_row_us", "each row with one token"),
-        ("context_token_us", "each token of K and V that a row reads"),
-    ):
+    steps.add_argument(
+        "--cost-model", type=Path, metavar="FILE",
+        help="what `kvplane calibrate` measured; a flag below wins over the file",
+    )  # fmt: skip
+    for name, text in zip(TERMS, _TERM_HELP, strict=True):
         flag = "--" + name.replace("_", "-")
-        steps.add_argument(flag, type=_microseconds, default=getattr(cost, name), help=f"{text}; default: %(default)s")
+        # No default here: what is not given comes from the file, if there is one.
+        steps.add_argument(flag, type=_microseconds, help=f"{text}; default: {getattr(cost, name)}")
 
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON document; errors, too, on stderr")

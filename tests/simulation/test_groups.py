@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvmanager_service.core.group_hits import GroupHits
 from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
 from kvmanager_service.core.kv_groups import (
     ChunkedLocal,
@@ -78,26 +79,26 @@ def hit_needs_its_last_block_only(patch: pytest.MonkeyPatch) -> None:
 
 def groups_do_not_agree(patch: pytest.MonkeyPatch) -> None:
     """The last group's word is taken, and what the others lack is null."""
-    original = KVCacheCoordinator._agree
+    original = GroupHits.longest
 
-    def agree(self: KVCacheCoordinator, request: object, lookups: list[object]) -> int:
-        groups, self.groups = self.groups, self.groups[-1:]
+    def longest(self: GroupHits, request: object, lookups: list[object]) -> int:
+        groups, self._groups = self._groups, self._groups[-1:]
         try:
             return original(self, request, lookups[-1:])  # type: ignore[arg-type]
         finally:
-            self.groups = groups
+            self._groups = groups
 
-    patch.setattr(KVCacheCoordinator, "_agree", agree)
+    patch.setattr(GroupHits, "longest", longest)
 
 
 def groups_share_contents(patch: pytest.MonkeyPatch) -> None:
-    original = KVCacheCoordinator.__init__
+    original = GroupHits.__init__
 
-    def init(self: KVCacheCoordinator, *args: object, **values: object) -> None:
-        original(self, *args, **values)  # type: ignore[arg-type]
-        self.group_keys = self.group_keys[:1] * len(self.groups)
+    def init(self: GroupHits, *args: object) -> None:
+        original(self, *args)  # type: ignore[arg-type]
+        self.group_keys = self.group_keys[:1] * len(self.group_keys)
 
-    patch.setattr(KVCacheCoordinator, "__init__", init)
+    patch.setattr(GroupHits, "__init__", init)
 
 
 def table_keeps_what_it_gave_back(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,20 @@ import grpc
 import typer
 
 from kvplane_client._version import __version__
-from kvplane_client.cli import chat, events, generate, inventory, model, options, plan, pools, replay, stats, up
+from kvplane_client.cli import (
+    calibrate,
+    chat,
+    events,
+    generate,
+    inventory,
+    model,
+    options,
+    plan,
+    pools,
+    replay,
+    stats,
+    up,
+)
 from kvplane_client.cli.output import print_json
 
 __all__ = ["app"]
@@ -60,11 +73,12 @@ app.command()(events.events)
 app.command()(stats.executors)
 app.command()(stats.abort)
 app.command("reset-cache")(stats.reset_cache)
-# Whatever is given, --help too, is for the replay to understand.
-app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    add_help_option=False,
-)(replay.replay)
+# Whatever is given to these, --help too, is for the manager's module to understand.
+for passed_through in (replay.replay, calibrate.calibrate):
+    app.command(
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+        add_help_option=False,
+    )(passed_through)
 app.command()(plan.plan)
 app.add_typer(model.app, name="model")
 

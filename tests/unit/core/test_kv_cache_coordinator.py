@@ -468,10 +468,10 @@ def cached_prefixes(kv: KVCacheCoordinator) -> set[tuple[bytes, bytes]]:
 
 def longest_agreed_hit(kv: KVCacheCoordinator, request: Request) -> int:
     """Try every length, and every position that any group reads there."""
-    cached = cached_prefixes(kv)
+    cached, keys = cached_prefixes(kv), kv.hits.group_keys
     for length in range((request.num_tokens - 1) // kv.block_size * kv.block_size, 0, -kv.block_size):
         if all(
-            (kv.group_keys[index], request.tokens(0, (position // group.block_size + 1) * group.block_size)) in cached
+            (keys[index], request.tokens(0, (position // group.block_size + 1) * group.block_size)) in cached
             for index, group in enumerate(kv.groups)
             for position in reads_of(group, length)
         ):

@@ -16,7 +16,7 @@ from kvmanager_service.replay.report import Measurements, percentiles, summarise
 from kvmanager_service.replay.timed import TimedReplay
 from kvmanager_service.replay.trace import TraceRequest
 
-ONE_SECOND = CostModel(step_us=1e6, prefill_token_us=0, decode_row_us=0, context_token_us=0)
+ONE_SECOND = CostModel(step_us=1e6, prefill_token_us=0, decode_row_us=0, context_token_us=0, attention_pair_us=0)
 BLOCK_SIZE = 4
 
 
@@ -110,15 +110,15 @@ def test_timed_request_that_can_never_fit_is_refused_and_one_that_outgrows_the_p
 def test_cost_model_sums_its_terms() -> None:
     kv = KVCacheManager(40, BLOCK_SIZE)
     scheduler = Scheduler(SchedulerConfig(max_outstanding=1), kv)
-    cost = CostModel(step_us=1e6, prefill_token_us=1e4, decode_row_us=1e2, context_token_us=1)
+    cost = CostModel(step_us=1e6, prefill_token_us=1e4, decode_row_us=1e2, context_token_us=1, attention_pair_us=0.1)
     run_times = []
     scheduler.add_request(traced("a", 0.0, (1, 8), output=3).to_new_request(0.0))
     step = scheduler.schedule()
     assert step is not None
     run_times.append(cost.seconds(step))
     found = run([traced("a", 0.0, (1, 8), output=3), traced("b", 1.0, (2, 5), output=1)], cost=cost)
-    # 8 prompt tokens, 8 read; then a row at length 9 beside 5 prompt tokens; then a row at length 10.
-    first, second, third = 1.080008, 1.0 + 0.05 + 0.0001 + 0.000014, 1.0 + 0.0001 + 0.00001
+    # 8 prompt tokens, 8 read, 36 pairs; then a row at length 9 beside 5 prompt tokens, 15 pairs; then one at length 10.
+    first, second, third = 1.080008 + 0.0000036, 1.0 + 0.05 + 0.0001 + 0.000014 + 0.0000015, 1.0 + 0.0001 + 0.00001
     assert run_times == [pytest.approx(first)]
     assert list(found.token_gaps) == pytest.approx([second, third])
     assert found.makespan == pytest.approx(first + second + third)
