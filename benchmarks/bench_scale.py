@@ -2,8 +2,18 @@
 
     python -m benchmarks.bench_scale [--largest 10_000_000] [--cached 1_000_000] [--rounds 41]
 
-Each figure is a median of CPU time; every size is asked for the same work. Up to --cached blocks hold content, the rest
-of a larger pool is empty: the memory of both kinds is printed. A full pool of ten million takes several GB.
+Each figure is a median of CPU time, and every size is asked for the same work in the same order: `PREFIXES` of `CHAIN`
+blocks, each a chain that lies as a prompt left it. Three patterns differ in which:
+
+* again: the same ones in each round, so that what they take stays in the CPU's caches whatever the size of the pool.
+  What grew here would be the algorithm.
+* prefixes: drawn at random from all that are cached, as requests hit them.
+* scattered: as many blocks as are in those, each from another place: looked up, the first block of a prefix each;
+  touched and freed, any cached block, not looked up before. No request does that: it is the worst case.
+
+New blocks come from the queue in its own order: empty ones as they lie in memory, those that hold content as they were
+freed. Up to --cached blocks hold content, the rest of a larger pool is empty. A full pool of ten million takes several
+GB.
 """
 
 from __future__ import annotations
@@ -21,78 +31,143 @@ from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_hash import default_hash, hash_block_tokens
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
-from kvmanager_service.core.request import Request
+from kvmanager_service.core.request import TOKEN_BYTES, NewRequest, Request, StopRules
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 
-CALLS, COUNT = 7, 64
-OPERATIONS = CALLS * COUNT
+PREFIXES, CHAIN = 7, 64
+OPERATIONS = PREFIXES * CHAIN
 
 
-def fill(pool: BlockPool, num_blocks: int, chain: int = 64) -> None:
-    """Give this many blocks a content, in chains as prompts make them, and free them."""
-    serial = 0
-    while num_blocks:
-        blocks = pool.get_new_blocks(min(chain, num_blocks))
+def tokens_of(serial: int) -> bytes:
+    """The tokens of the serial-th block that `fill` makes."""
+    return serial.to_bytes(4, "little") * BLOCK_SIZE
+
+
+def fill(pool: BlockPool, num_blocks: int) -> list[list[KVCacheBlock]]:
+    """Give this many blocks a content, in chains as prompts make them, and free them. Returns the chains."""
+    chains = []
+    for first in range(0, num_blocks, CHAIN):
+        blocks = pool.get_new_blocks(min(CHAIN, num_blocks - first))
         parent: BlockContent | None = None
-        for block in blocks:
-            serial += 1
-            tokens = serial.to_bytes(4, "little") * BLOCK_SIZE
+        for serial, block in enumerate(blocks, first):
+            tokens = tokens_of(serial)
             parent_hash = None if parent is None else parent.block_hash
             block_hash = hash_block_tokens(default_hash, parent_hash, tokens)
             parent = pool.cache_full_block(block, block_hash, parent, tokens, b"")
         pool.free_blocks(reversed(blocks))
-        num_blocks -= len(blocks)
+        chains.append(blocks)
+    return chains
 
 
-def block_operations(pool: BlockPool, rounds: int) -> dict[str, float]:
-    """Seconds per block: get, free, touch, look up."""
-    cached = [block for block in pool.blocks if block.content is not None]
-    rng = random.Random(0)
-    spent: dict[str, list[float]] = {}
+def request_for(chain: int, num_blocks: int) -> Request:
+    """A request that begins with the first blocks of a chain, hashed already; no memory of the pool is looked at."""
+    tokens = [tokens_of(chain * CHAIN + index) for index in range(num_blocks)]
+    request = Request(NewRequest("r", b"".join(tokens) + bytes(TOKEN_BYTES), StopRules(max_tokens=1)), 0)
+    parent_hash: bytes | None = None
+    for block in tokens:
+        parent_hash = hash_block_tokens(default_hash, parent_hash, block)
+        request.block_hashes.append(parent_hash)
+    return request
 
-    def note(name: str, body: Callable[[], None]) -> None:
-        spent.setdefault(name, []).append(timed(body) / OPERATIONS)
 
-    for _ in range(rounds):
-        contents = [block.content for block in rng.sample(cached, OPERATIONS)]
-        batches: list[list[KVCacheBlock]] = []
+class Walk:
+    """The operations on a pool whose cached blocks are these chains; seconds per block are noted by name.
 
-        def look_up(contents: list[BlockContent | None] = contents) -> None:
-            for content in contents:
-                assert content is not None
-                pool.get_cached_block(content.block_hash, content.parent, content.token_bytes, b"")
+    Args:
+        kv: whose pool is measured.
+        chains: from `fill`.
+    """
 
-        absent = [rng.randbytes(16) for _ in range(OPERATIONS)]
+    def __init__(self, kv: KVCacheManager, chains: list[list[KVCacheBlock]]) -> None:
+        self.kv = kv
+        self.pool = kv.pool
+        self.chains = [chain for chain in chains if len(chain) == CHAIN]
+        self.rng = random.Random(0)
+        self.spent: dict[str, list[float]] = {}
 
-        def miss(absent: list[bytes] = absent) -> None:
+    def note(self, name: str, body: Callable[[], None]) -> None:
+        """Take the time of one walk over `OPERATIONS` blocks."""
+        self.spent.setdefault(name, []).append(timed(body) / OPERATIONS)
+
+    def hit(self, name: str, requests: list[Request]) -> list[list[KVCacheBlock]]:
+        """Look up the prefixes of requests, `OPERATIONS` blocks in all. Returns them."""
+        found: list[list[KVCacheBlock]] = []
+
+        def look_up() -> None:
+            found.extend(self.kv.get_computed_blocks(request) for request in requests)
+
+        self.note(f"lookup, {name}", look_up)
+        assert sum(len(blocks) for blocks in found) == OPERATIONS
+        return found
+
+    def reuse(self, name: str, tables: list[list[KVCacheBlock]]) -> None:
+        """Touch cached blocks and free them."""
+        pool = self.pool
+
+        def touch() -> None:
+            for table in tables:
+                pool.touch(table)
+
+        def free() -> None:
+            for table in tables:
+                pool.free_blocks(reversed(table))
+
+        self.note(f"touch, {name}", touch)
+        self.note(f"free, {name}", free)
+
+    def miss(self) -> None:
+        """Look up hashes that nothing has."""
+        pool = self.pool
+        absent = [self.rng.randbytes(16) for _ in range(OPERATIONS)]
+
+        def look_up() -> None:
             for block_hash in absent:
                 pool.get_cached_block(block_hash, None, b"", b"")
 
-        note("lookup, hit", look_up)
-        note("lookup, miss", miss)
-        hits = [content.blocks[0] for content in contents if content is not None]
+        self.note("lookup, miss", look_up)
 
-        def touch(hits: list[KVCacheBlock] = hits) -> None:
-            pool.touch(hits)
+    def get(self, name: str, *, evicting: bool) -> None:
+        """Take new blocks from the head of the queue, all with content or all without."""
+        pool = self.pool
+        batches: list[list[KVCacheBlock]] = []
 
-        note("touch", touch)
-        pool.free_blocks(hits)
+        def get() -> None:
+            batches.extend(pool.get_new_blocks(CHAIN) for _ in range(PREFIXES))
 
-        def get(batches: list[list[KVCacheBlock]] = batches) -> None:
-            batches.extend(pool.get_new_blocks(COUNT) for _ in range(CALLS))
+        evicted = pool.num_evictions
+        self.note(f"get, {name}", get)
+        assert pool.num_evictions - evicted == evicting * OPERATIONS
+        for batch in batches:
+            pool.free_blocks(reversed(batch))
 
-        def free(batches: list[list[KVCacheBlock]] = batches) -> None:
-            for batch in batches:
-                pool.free_blocks(reversed(batch))
 
-        note("get", get)
-        note("free", free)
-        cached = [block for block in cached if block.content is not None]
-        if len(cached) < 2 * OPERATIONS:
-            fill(pool, OPERATIONS)
-            cached = [block for block in pool.blocks if block.content is not None]
-    return {name: statistics.median(values) for name, values in spent.items()}
+def block_operations(kv: KVCacheManager, chains: list[list[KVCacheBlock]], rounds: int) -> dict[str, float]:
+    """Seconds per block: look up, touch, free, get."""
+    walk, pool = Walk(kv, chains), kv.pool
+    rng, num_chains = walk.rng, len(walk.chains)
+    again = [request_for(chain, CHAIN) for chain in range(PREFIXES)]
+    for _ in range(rounds):
+        walk.reuse("again", walk.hit("again", again))
+        walk.reuse(
+            "prefixes",
+            walk.hit("prefixes", [request_for(chain, CHAIN) for chain in rng.sample(range(num_chains), PREFIXES)]),
+        )
+        walk.hit("scattered", [request_for(rng.randrange(num_chains), 1) for _ in range(OPERATIONS)])
+        places = rng.sample(range(num_chains * CHAIN), OPERATIONS)
+        blocks = [walk.chains[place // CHAIN][place % CHAIN] for place in places]
+        walk.reuse("scattered", [blocks[at : at + CHAIN] for at in range(0, OPERATIONS, CHAIN)])
+        walk.miss()
+    if pool.num_free_blocks - pool.num_cached_blocks >= OPERATIONS:
+        for _ in range(rounds):
+            walk.get("empty", evicting=False)
+    # All empty ones are taken, so that what is handed out next holds content.
+    taken = pool.get_new_blocks(pool.num_free_blocks - pool.num_cached_blocks)
+    for _ in range(min(rounds, num_chains // PREFIXES)):
+        walk.get("evicting", evicting=True)
+        taken += pool.get_new_blocks(OPERATIONS)
+    pool.free_blocks(taken)
+    return {name: statistics.median(values) for name, values in walk.spent.items()}
 
 
 def allocation(kv: KVCacheManager, rounds: int) -> float:
@@ -113,22 +188,21 @@ def allocation(kv: KVCacheManager, rounds: int) -> float:
 
 def flatness(sizes: list[int], cached: int, rounds: int) -> None:
     """Print nanoseconds per operation for each size, and the largest over the smallest of the line."""
-    lines: dict[str, list[float]] = {}
+    lines: dict[str, dict[int, float]] = {}
     for size in sizes:
         kv = KVCacheManager(size + 1, BLOCK_SIZE)
-        fill(kv.pool, min(size, cached))
+        chains = fill(kv.pool, min(size, cached))
         gc.collect()
         gc.freeze()  # as the manager does once its pool stands
-        for name, seconds in block_operations(kv.pool, rounds).items():
-            lines.setdefault(name, []).append(seconds)
-        lines.setdefault("allocate_slots, decoding", []).append(allocation(kv, rounds))
+        for name, seconds in block_operations(kv, chains, rounds).items():
+            lines.setdefault(name, {})[size] = seconds
+        lines.setdefault("allocate_slots, decoding", {})[size] = allocation(kv, rounds)
         gc.unfreeze()
-        del kv
+        del kv, chains
     print(f"{'ns per operation, blocks in the pool':<36}" + "".join(f"{size:>12,}" for size in sizes) + "   max/min")
     for name, values in lines.items():
-        print(
-            f"{name:<36}" + "".join(f"{value * 1e9:>12.1f}" for value in values) + f"{max(values) / min(values):>10.2f}"
-        )
+        cells = "".join(f"{values[size] * 1e9:>12.1f}" if size in values else f"{'-':>12}" for size in sizes)
+        print(f"{name:<36}{cells}{max(values.values()) / min(values.values()):>10.2f}")
 
 
 def memory(num_blocks: int) -> tuple[float, float]:

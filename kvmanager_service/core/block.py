@@ -11,31 +11,65 @@ class BlockContent:
     Two physical blocks with the same tokens, extra keys and parent share one `BlockContent`, so the object's identity
     *is* the identity of the content, and a chain of contents is a verified prefix.
 
+    Nearly always one block holds it. So there is no list until a second one does: for each cached block this is the one
+    object that the cyclic garbage collector has to walk over.
+
     Attributes:
-        serial: names the content on a block's tag, where its identity can not go: unlike a hash, never two of them.
         block_hash: finds the content; never proves it.
         parent: the content of the block before, None for a first block.
         token_bytes: the block's token ids, little-endian int32.
         extra_keys: what else decides the K/V; see `block_hash.encode_extra_keys`.
-        blocks: the physical blocks that hold it now; empty once all were evicted.
+        block: of the physical blocks that hold it now, the one that has for longest; None once all were evicted.
+        serial: names the content on a block's tag, where its identity can not go: unlike a hash, never two of them.
     """
 
-    __slots__ = ("block_hash", "blocks", "extra_keys", "parent", "serial", "token_bytes")
+    __slots__ = ("_twins", "block", "block_hash", "extra_keys", "parent", "serial", "token_bytes")
 
     def __init__(
         self, serial: int, block_hash: BlockHash, parent: BlockContent | None, token_bytes: bytes, extra_keys: bytes
     ) -> None:
-        self.serial = serial
         self.block_hash = block_hash
         self.parent = parent
         self.token_bytes = token_bytes
         self.extra_keys = extra_keys
-        self.blocks: list[KVCacheBlock] = []
+        self.block: KVCacheBlock | None = None
+        self.serial = serial
+        self._twins: list[KVCacheBlock] | None = None
+
+    @property
+    def blocks(self) -> list[KVCacheBlock]:
+        """All physical blocks that hold it now, in the order in which they came to."""
+        if self.block is None:
+            return []
+        return [self.block] if self._twins is None else [self.block, *self._twins]
+
+    def held_by(self, block: KVCacheBlock) -> None:
+        """One more block holds it."""
+        if self.block is None:
+            self.block = block
+        elif self._twins is None:
+            self._twins = [block]
+        else:
+            self._twins.append(block)
+
+    def left_by(self, block: KVCacheBlock) -> None:
+        """A block that holds it does not any more."""
+        twins = self._twins
+        if twins is None:
+            assert self.block is block
+            self.block = None
+            return
+        if self.block is block:
+            self.block = twins.pop(0)
+        else:
+            twins.remove(block)
+        if not twins:
+            self._twins = None
 
     @property
     def is_orphan(self) -> bool:
         """Whether no block holds its parent's content any more: then nothing can reach it, now or later."""
-        return self.parent is not None and not self.parent.blocks
+        return self.parent is not None and self.parent.block is None
 
     def is_same(self, parent: BlockContent | None, token_bytes: bytes, extra_keys: bytes) -> bool:
         """Whether this content is exactly these tokens and keys after exactly that parent."""

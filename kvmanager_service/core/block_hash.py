@@ -67,4 +67,5 @@ def hash_block_tokens(
     Returns:
         The digest; equal prefixes give equal digests, and a block's digest depends on everything before it.
     """
-    return hash_function((parent_hash or NONE_HASH) + token_bytes + extra_keys)
+    hashed = (parent_hash or NONE_HASH) + token_bytes
+    return hash_function(hashed + extra_keys if extra_keys else hashed)

@@ -26,6 +26,17 @@ from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EV
 NULL_BLOCK_ID = 0
 
 
+class _StepFill:
+    """What an outstanding step fills: blocks[i] with contents[i], by a row of owners[i]; parents before children."""
+
+    __slots__ = ("blocks", "contents", "owners")
+
+    def __init__(self) -> None:
+        self.blocks: list[KVCacheBlock] = []
+        self.contents: list[BlockContent] = []
+        self.owners: list[int] = []
+
+
 class BlockPool:
     """N blocks, block 0 being the null block.
 
@@ -57,7 +68,7 @@ class BlockPool:
         self.num_cached_blocks = 0
         self.num_evictions = 0
         self.next_serial = 1
-        self._provisional: dict[int, list[tuple[KVCacheBlock, BlockContent, int]]] = {}
+        self._provisional: dict[int, _StepFill] = {}
         self.history = history
         self._events = events
         if events is not None:
@@ -136,7 +147,7 @@ class BlockPool:
         content = self.cached_block_hash_to_block.get(block_hash)
         if content is None or not content.is_same(parent, token_bytes, extra_keys):
             return None
-        return content.blocks[0]
+        return content.block
 
     def may_be_held(self, block_hash: BlockHash) -> bool:
         """Whether a table references a block with this hash. It may hold something else: a yes proves nothing."""
@@ -172,17 +183,18 @@ class BlockPool:
         """
         assert block.content is None
         assert block.ref_cnt > 0
-        content = self.cached_block_hash_to_block.get(block_hash)
-        if content is not None and content.is_orphan:
-            self._forget((content,))
-            content = None
-        if content is None:
-            content = BlockContent(serial or self.next_serial, block_hash, parent, token_bytes, extra_keys)
+        content = BlockContent(serial or self.next_serial, block_hash, parent, token_bytes, extra_keys)
+        known = self.cached_block_hash_to_block.setdefault(block_hash, content)
+        if known is not content and known.is_orphan:
+            self._forget((known,))
+            known = self.cached_block_hash_to_block.setdefault(block_hash, content)
+        if known is content:
             self.next_serial += not serial
-            self.cached_block_hash_to_block[block_hash] = content
-        elif not content.is_same(parent, token_bytes, extra_keys):
+        elif known.is_same(parent, token_bytes, extra_keys):
+            content = known
+        else:
             return None
-        content.blocks.append(block)
+        content.held_by(block)
         block.content = content
         block.provisional_step = provisional_step
         self.num_cached_blocks += 1
@@ -190,10 +202,12 @@ class BlockPool:
             moment = BlockMoment.HASHED if provisional_step else BlockMoment.ADOPTED
             self.history.note(block.block_id, moment, step_id=provisional_step, block_hash=block_hash)
         if provisional_step:
-            filled = self._provisional.get(provisional_step)
-            if filled is None:
-                filled = self._provisional[provisional_step] = []
-            filled.append((block, content, owner))
+            fill = self._provisional.get(provisional_step)
+            if fill is None:
+                fill = self._provisional[provisional_step] = _StepFill()
+            fill.blocks.append(block)
+            fill.contents.append(content)
+            fill.owners.append(owner)
         elif self._events is not None:
             self._events.stored(block.block_id, content)
         return content
@@ -204,9 +218,12 @@ class BlockPool:
         Returns:
             The blocks committed; those evicted since are not among them.
         """
-        committed = []
+        committed: list[KVCacheBlock] = []
+        fill = self._provisional.pop(step_id, None)
+        if fill is None:
+            return committed
         events = self._events
-        for block, content, _ in self._provisional.pop(step_id, ()):
+        for block, content in zip(fill.blocks, fill.contents, strict=True):
             if block.content is content and block.provisional_step == step_id:
                 block.provisional_step = 0
                 committed.append(block)
@@ -222,9 +239,9 @@ class BlockPool:
         """Blocks that an owner's rows fill in first_step or later, as far as those are outstanding."""
         return [
             block
-            for step_id, entries in self._provisional.items()
+            for step_id, fill in self._provisional.items()
             if step_id >= first_step
-            for block, content, block_owner in entries
+            for block, content, block_owner in zip(fill.blocks, fill.contents, fill.owners, strict=True)
             if block_owner == owner and block.content is content
         ]
 
@@ -237,8 +254,8 @@ class BlockPool:
             All blocks that lost their content.
         """
         distrusted = self._forget({block.content for block in blocks if block.content is not None})
-        for entries in self._provisional.values():
-            for block, content, _ in entries:  # parents come before their children
+        for fill in self._provisional.values():
+            for block, content in zip(fill.blocks, fill.contents, strict=True):
                 if block.content is content and content.is_orphan:
                     distrusted |= self._forget((content,))
         return distrusted
@@ -253,8 +270,8 @@ class BlockPool:
     def forget_provisional(self) -> int:
         """Steps were lost: un-hash every provisional block. Returns how many."""
         forgotten = 0
-        for entries in self._provisional.values():
-            for block, content, _ in entries:
+        for fill in self._provisional.values():
+            for block, content in zip(fill.blocks, fill.contents, strict=True):
                 if block.content is content and block.provisional_step:
                     self._empty(block)
                     forgotten += 1
@@ -318,8 +335,8 @@ class BlockPool:
         assert content is not None
         if self.history is not None:
             self.history.note(block.block_id, moment, block_hash=content.block_hash)
-        content.blocks.remove(block)
-        if not content.blocks:
+        content.left_by(block)
+        if content.block is None:
             del self.cached_block_hash_to_block[content.block_hash]
         if self._events is not None and not block.provisional_step:
             self._events.removed(block.block_id, content)

@@ -96,7 +96,7 @@ class KVCacheCoordinator:
     def _update_prefixes(self, request: Request) -> None:
         """Let `contents` be the request's prefixes, as long as its tokens are known."""
         prefixes, hashes, size = request.contents, request.block_hashes, self.prefix_size
-        if prefixes and not prefixes[-1].blocks:
+        if prefixes and prefixes[-1].block is None:
             prefixes.clear()  # they were forgotten
         count = request.num_tokens // size
         if len(prefixes) == count or not request.is_cacheable:
@@ -400,7 +400,7 @@ class KVCacheCoordinator:
 
     def relies_on(self, request: Request, distrusted: set[KVCacheBlock]) -> bool:
         """Whether a running request computed from what `distrust` returned, though a window may have left it since."""
-        return bool(distrusted and request.contents) and not request.contents[-1].blocks
+        return bool(distrusted and request.contents) and request.contents[-1].block is None
 
     def adopt(self, tagged: Iterable[TaggedBlock]) -> int:
         """Take over blocks that an executor still holds; see `group_adoption`. Returns how many.

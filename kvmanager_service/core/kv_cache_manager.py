@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_events import BlockEventLog
-from kvmanager_service.core.block_hash import BlockHash, HashFunction, default_hash, hash_block_tokens
+from kvmanager_service.core.block_hash import NONE_HASH, BlockHash, HashFunction, default_hash, hash_block_tokens
 from kvmanager_service.core.block_history import BlockHistory, BlockMoment
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY
@@ -354,12 +354,15 @@ class KVCacheManager:
     def _update_hashes(self, request: Request) -> None:
         hashes = request.block_hashes
         size, length = self.block_size, self._block_bytes
-        first = len(hashes)
-        tokens = bytes(request.token_bytes[first * length : request.num_tokens // size * length])
-        parent_hash = hashes[-1] if hashes else None
+        first, count = len(hashes), request.num_tokens // self.block_size
+        if first >= count:
+            return
+        hash_function = self.hash_function
+        tokens = bytes(request.token_bytes[first * length : count * length])
+        parent_hash = hashes[-1] if hashes else NONE_HASH
         extra_keys = request.keys_of_block(first, size)
         for start in range(0, len(tokens), length):
-            parent_hash = hash_block_tokens(self.hash_function, parent_hash, tokens[start : start + length], extra_keys)
+            parent_hash = hash_block_tokens(hash_function, parent_hash, tokens[start : start + length], extra_keys)
             hashes.append(parent_hash)
             extra_keys = b"" if request.spans is None else request.keys_of_block(len(hashes), size)
 

@@ -16,7 +16,7 @@ from kvmanager_service.core.block_hash import BlockHash
 from kvmanager_service.core.block_pool import BlockPool
 
 _KNOWN = KVCacheBlock(-1)
-"""Stands in the `blocks` of every prefix that is known: a content whose parent lists no block is an orphan."""
+"""Holds every prefix that is known: a content whose parent no block holds is an orphan."""
 
 
 class PrefixLedger:
@@ -64,7 +64,7 @@ class PrefixLedger:
             self._forget(prefix)
         prefix = BlockContent(serial or self._pool.next_serial, block_hash, parent, token_bytes, extra_keys)
         self._pool.next_serial += not serial
-        prefix.blocks.append(_KNOWN)
+        prefix.held_by(_KNOWN)
         self._prefixes[block_hash] = prefix
         return prefix
 
@@ -89,5 +89,5 @@ class PrefixLedger:
         self._sweep_above = 2 * max(len(self._prefixes), len(self._pool.blocks))
 
     def _forget(self, prefix: BlockContent) -> None:
-        prefix.blocks.clear()
+        prefix.left_by(_KNOWN)
         del self._prefixes[prefix.block_hash]

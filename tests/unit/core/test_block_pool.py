@@ -271,7 +271,7 @@ def test_adopt_block_in_use_cached_or_null_is_refused() -> None:
         (lambda pool, block: setattr(block, "ref_cnt", 2), "has 1 references"),
         (lambda pool, block: pool.free_block_queue.append(block), "free queue does not match"),
         (lambda pool, block: pool.cached_block_hash_to_block.clear(), "lost"),
-        (lambda pool, block: block.content.blocks.clear(), "not listed"),
+        (lambda pool, block: block.content.left_by(block), "not listed"),
         (lambda pool, block: setattr(block, "provisional_step", 9), "for a step that ended"),
         (lambda pool, block: setattr(pool, "num_cached_blocks", 5), "counted 5"),
         (lambda pool, block: pool.free_block_queue.popleft_n(1), "free queue does not match"),

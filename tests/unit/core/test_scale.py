@@ -44,13 +44,13 @@ def blocks_alive() -> int:
 
 
 @pytest.mark.usefixtures("traced")
-def test_pool_block_takes_at_most_160_bytes_empty_and_640_cached() -> None:
+def test_pool_block_takes_at_most_160_bytes_empty_and_480_cached() -> None:
     pool = BlockPool(NUM_BLOCKS + 1)
     empty, _ = tracemalloc.get_traced_memory()
     assert empty / NUM_BLOCKS <= 160
     fill(pool)
     full, _ = tracemalloc.get_traced_memory()
-    assert full / NUM_BLOCKS <= 640
+    assert full / NUM_BLOCKS <= 480
 
 
 @pytest.mark.usefixtures("traced")
