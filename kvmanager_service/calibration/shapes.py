@@ -134,4 +134,4 @@ def make_step(shape: StepShape, step_id: int, limits: CalibrationLimits, num_blo
         row.sample_index = index
         rows.append(row)
     num_tokens = shape.num_rows * shape.num_tokens
-    return Step(step_id, rows, num_tokens, shape.num_rows, feeds_from_step_id=0, tags=[])
+    return Step(step_id, rows, num_tokens, shape.num_rows, feeds_from_step_id=0, tags=[], copies=[])
