@@ -13,6 +13,8 @@ from kvmanager_service.errors import (
     ExecutorIdReusedError,
     ExecutorRejectedError,
     PreconditionError,
+    StaleBatchError,
+    TooManyPoolsError,
     UnavailableError,
     to_status,
 )
@@ -29,6 +31,8 @@ CODES = {
     ExecutorIdReusedError: "ALREADY_EXISTS",
     ExecutorRejectedError: "FAILED_PRECONDITION",
     PreconditionError: "FAILED_PRECONDITION",
+    StaleBatchError: "ABORTED",
+    TooManyPoolsError: "RESOURCE_EXHAUSTED",
     UnavailableError: "UNAVAILABLE",
 }
 
