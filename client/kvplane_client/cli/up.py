@@ -83,7 +83,7 @@ def up(
     if max_num_seqs is not None and max_num_batched_tokens is not None and max_num_seqs > max_num_batched_tokens:
         expected = f"at most --max-num-batched-tokens ({max_num_batched_tokens})"
         raise refused(expected, max_num_seqs, "lower it or raise the other", option="--max-num-seqs")
-    if model is not None and backend == _READS_MODELS and model not in KNOWN_MODELS:
+    if model is not None and backend == _READS_MODELS and (model not in KNOWN_MODELS or Path(model).exists()):
         check_model(model)
     manager_flags = {
         "--max-num-batched-tokens": max_num_batched_tokens,
