@@ -13,6 +13,7 @@ from kvplane.kvmanager.v1 import kv_manager_service_pb2 as pb
 from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.block_events import BlockEvent
 from kvmanager_service.core.errors import EventsForgottenError, InvalidRequestError
+from kvmanager_service.core.group_hits import group_of, parent_hash_of
 from kvmanager_service.engine_api import Engine
 
 __all__ = ["MAX_EVENTS", "event_batch", "snapshot_batches", "watch"]
@@ -92,9 +93,10 @@ def _fill(message: pb.KvEvent, event: BlockEvent, *, with_tokens: bool) -> None:
         stored.block_id = block_id
         stored.block_hash = content.block_hash
         stored.content_id = content.serial
+        stored.group = group_of(content)
         stored.medium = pb.KV_MEDIUM_DEVICE
         if content.parent is not None:
-            stored.parent_block_hash = content.parent.block_hash
+            stored.parent_block_hash = parent_hash_of(content, content.parent)
             stored.parent_content_id = content.parent.serial
         if with_tokens:
             stored.token_ids.CopyFrom(Int32Array(data=content.token_bytes))
@@ -103,4 +105,5 @@ def _fill(message: pb.KvEvent, event: BlockEvent, *, with_tokens: bool) -> None:
         removed.block_id = block_id
         removed.block_hash = content.block_hash
         removed.content_id = content.serial
+        removed.group = group_of(content)
         removed.medium = pb.KV_MEDIUM_DEVICE

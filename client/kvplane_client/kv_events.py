@@ -20,7 +20,7 @@ class KvBlockStored:
         block_id: The block.
         block_hash: Its chain hash in hexadecimal.
         parent_block_hash: That of the block before; None for a first block.
-        content_id: Names the content: tokens in the context of one parent. Never given to another content.
+        content_id: Names the content within its group: tokens in the context of one parent. Never given to another one.
         parent_content_id: The content of the block before; None for a first block.
         token_ids: Its tokens; empty unless they were asked for.
         group: The KV group.
@@ -107,15 +107,18 @@ class KvCacheIndex:
         self.log_id, self.next_sequence = batch.log_id, batch.next_sequence
 
     def reachable(self) -> set[str]:
-        """Returns the hashes of all contents that a request can hit: each with every one before it held by a block."""
-        parents = {block.content_id: block.parent_content_id for block in self.blocks.values()}
-        known: dict[int, bool] = {}
-        for content_id in parents:
-            chain: list[int] = []
+        """Returns the hashes of all contents that are held with every one before them, up to a first block.
+
+        Those are what a request can hit, but for a group with a window, of which it needs the last ones only.
+        """
+        parents = {(block.group, block.content_id): block.parent_content_id for block in self.blocks.values()}
+        known: dict[tuple[int, int], bool] = {}
+        for group, content_id in parents:
+            chain: list[tuple[int, int]] = []
             current: int | None = content_id
-            while current is not None and current in parents and current not in known:
-                chain.append(current)
-                current = parents[current]
-            is_reachable = current is None or known.get(current, False)
+            while current is not None and (group, current) in parents and (group, current) not in known:
+                chain.append((group, current))
+                current = parents[group, current]
+            is_reachable = current is None or known.get((group, current), False)
             known.update(dict.fromkeys(chain, is_reachable))
-        return {block.block_hash for block in self.blocks.values() if known[block.content_id]}
+        return {block.block_hash for block in self.blocks.values() if known[block.group, block.content_id]}

@@ -12,12 +12,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd, lcm
+from typing import Final
 
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
-from kvmanager_service.core.block_hash import BlockHash, HashFunction, KeyDomain, encode_extra_keys, hash_block_tokens
+from kvmanager_service.core.block_hash import (
+    BlockHash,
+    HashFunction,
+    KeyDomain,
+    default_hash,
+    encode_extra_keys,
+    hash_block_tokens,
+)
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.kv_groups import KVGroup
 from kvmanager_service.core.request import Request
+
+_INDEX_BYTES: Final = 2
+
+
+def group_key(index: int) -> bytes:
+    """The extra key that a content of this group begins with."""
+    return encode_extra_keys(((KeyDomain.KV_GROUP, index.to_bytes(_INDEX_BYTES, "little")),))
+
+
+_KEY_BYTES: Final = len(group_key(0))
+_KEY_HEAD: Final = group_key(0)[:-_INDEX_BYTES]
+
+
+def _hash_in_group(hash_function: HashFunction, prefix_hash: BlockHash, key: bytes) -> BlockHash:
+    """The hash of what ends at a prefix in the group with this key."""
+    return hash_block_tokens(hash_function, prefix_hash, b"", key)
+
+
+def group_of(content: BlockContent) -> int:
+    """The KV group of a content; 0 where there is only one, whose contents have no key that says so."""
+    keys = content.extra_keys
+    return int.from_bytes(keys[_KEY_BYTES - _INDEX_BYTES : _KEY_BYTES], "little") if keys.startswith(_KEY_HEAD) else 0
+
+
+def parent_hash_of(
+    content: BlockContent, parent: BlockContent, hash_function: HashFunction = default_hash
+) -> BlockHash:
+    """The hash of what comes before a content in its own group, given the content's parent.
+
+    Where there are several groups that parent is a prefix, which is of no group and has another hash.
+    """
+    if not content.extra_keys.startswith(_KEY_HEAD):
+        return parent.block_hash
+    return _hash_in_group(hash_function, parent.block_hash, content.extra_keys[:_KEY_BYTES])
 
 
 class GroupLookup:
@@ -60,9 +102,7 @@ class GroupHits:
         self._hash_function = hash_function
         self.block_size = lcm(*(group.block_size for group in groups))
         self.prefix_size = gcd(*(group.block_size for group in groups))
-        self.group_keys = [
-            encode_extra_keys(((KeyDomain.KV_GROUP, index.to_bytes(2, "little")),)) for index in range(len(groups))
-        ]
+        self.group_keys = [group_key(index) for index in range(len(groups))]
 
     def lookups(self, request: Request) -> list[GroupLookup]:
         """One per group, for one search and what follows from it; stale once the pool changes."""
@@ -102,12 +142,12 @@ class GroupHits:
 
     def hash_of(self, request: Request, group_index: int, stop: int) -> BlockHash:
         """The hash of a group's content that ends at position `stop`; the prefix that ends there is known."""
-        key = self.group_keys[group_index]
-        return hash_block_tokens(self._hash_function, self.prefix_at(request, stop).block_hash, b"", key)
+        end = self.prefix_at(request, stop).block_hash
+        return _hash_in_group(self._hash_function, end, self.group_keys[group_index])
 
     def prefix_at(self, request: Request, position: int) -> BlockContent:
         """The prefix that ends at a position, not 0; it is known."""
         return request.contents[position // self.prefix_size - 1]
 
 
-__all__ = ["GroupHits", "GroupLookup"]
+__all__ = ["GroupHits", "GroupLookup", "group_key", "group_of", "parent_hash_of"]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvmanager_service.core.block import KVCacheBlock
+from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import HashFunction, default_hash, hash_block_tokens
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY
@@ -38,6 +39,7 @@ class KVCacheCoordinator:
         enable_caching: whether full blocks are kept for later requests.
         hash_function: what finds candidates; see `block_hash`.
         eviction_policy: a name in `EVICTION_POLICIES`.
+        events: told of every change to what can be hit, in all groups; None tells nobody.
 
     Attributes:
         hits: finds what is cached, and says what names a content.
@@ -59,12 +61,13 @@ class KVCacheCoordinator:
         enable_caching: bool = True,
         hash_function: HashFunction = default_hash,
         eviction_policy: str = DEFAULT_EVICTION_POLICY,
+        events: BlockEventLog | None = None,
     ) -> None:
         if not groups:
             raise ValueError("expected at least one KV group, got none")
         if longest_chunk < 1:
             raise ValueError(f"expected longest_chunk of at least 1 token, got {longest_chunk}")
-        self.pool = BlockPool(num_blocks, eviction_policy)
+        self.pool = BlockPool(num_blocks, eviction_policy, events=events)
         self.groups = list(groups)
         self.longest_chunk = longest_chunk
         self.enable_caching = enable_caching
@@ -458,13 +461,21 @@ def make_kv_cache(
     longest_chunk: int,
     enable_caching: bool = True,
     hash_function: HashFunction = default_hash,
+    events: BlockEventLog | None = None,
 ) -> KVCache:
     """The books for a model's groups: a single one of full attention needs no coordinator. See `KVCacheCoordinator`."""
     if len(groups) == 1 and isinstance(groups[0], FullAttention):
         size = groups[0].block_size
-        return KVCacheManager(num_blocks, size, enable_caching=enable_caching, hash_function=hash_function)
+        return KVCacheManager(
+            num_blocks, size, enable_caching=enable_caching, hash_function=hash_function, events=events
+        )
     return KVCacheCoordinator(
-        num_blocks, groups, longest_chunk=longest_chunk, enable_caching=enable_caching, hash_function=hash_function
+        num_blocks,
+        groups,
+        longest_chunk=longest_chunk,
+        enable_caching=enable_caching,
+        hash_function=hash_function,
+        events=events,
     )
 
 

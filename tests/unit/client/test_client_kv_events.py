@@ -44,6 +44,17 @@ def test_index_same_hash_computed_anew_does_not_revive_what_hung_on_the_old_cont
     assert index_of(*old, anew).reachable() == {"h11"}
 
 
+def test_index_of_several_groups_reaches_through_blocks_of_the_same_group_only() -> None:
+    """Contents of two groups that end at one prefix have one id."""
+    full = [KvBlockStored(1, 1, "f11", None, 11, None), KvBlockStored(2, 2, "f12", "f11", 12, 11)]
+    other = [KvBlockStored(3, 3, "o12", "o11", 12, 11, group=1)]
+    assert index_of(*full, *other).reachable() == {"f11", "f12"}
+    assert index_of(*other, *full).reachable() == {"f11", "f12"}
+    first = KvBlockStored(4, 4, "o11", None, 11, None, group=1)
+    gone = KvBlockRemoved(5, 1, "f11", 11)
+    assert index_of(*full, *other, first, gone).reachable() == {"o11", "o12"}
+
+
 def test_index_cleared_forgets_and_remembers_where_to_go_on() -> None:
     index = index_of(stored(1, 11), KvCacheCleared(2))
     assert (index.blocks, index.reachable()) == ({}, set())

@@ -215,10 +215,16 @@ def make_coordinator(
     longest_chunk: int = 64,
     enable_caching: bool = True,
     hash_function: HashFunction = default_hash,
+    events: BlockEventLog | None = None,
 ) -> KVCacheCoordinator:
     """A coordinator over groups; by default 50 blocks and chunks longer than any sequence of these tests."""
     return KVCacheCoordinator(
-        num_blocks, groups, longest_chunk=longest_chunk, enable_caching=enable_caching, hash_function=hash_function
+        num_blocks,
+        groups,
+        longest_chunk=longest_chunk,
+        enable_caching=enable_caching,
+        hash_function=hash_function,
+        events=events,
     )
 
 

@@ -64,6 +64,13 @@ def test_requests_share_blocks_only_with_the_same_salt_tenant_and_adapter(
     assert hits(kv, **yours) == (4 if mine == yours else 0)
 
 
+def test_lora_named_like_a_salt_or_a_tenant_shares_nothing_with_it() -> None:
+    kv = make_kv(41)
+    filled(kv, lora=LoraAdapter("x"))
+    assert hits(kv, salt="x") == hits(kv, tenant="x", is_isolated=True) == hits(kv) == 0
+    assert hits(kv, lora=LoraAdapter("x")) == 4
+
+
 def test_requests_of_tenants_that_are_not_isolated_share() -> None:
     kv = make_kv(41)
     filled(kv, tenant="a")

@@ -109,6 +109,34 @@ def test_tables_state_runs_in_place_and_leaves_checkpoints_behind() -> None:
     assert kv.pool.blocks[3].content is not None
 
 
+def test_tables_block_ids_are_unique_across_groups_through_growth_hits_and_eviction() -> None:
+    """One pool, three groups: no id is in two of them at any time, though each comes to serve all of them."""
+    groups = [FullAttention(4), SlidingWindow(4, 8), RecurrentState(8)]
+    kv = make_coordinator(groups, num_blocks=40)
+    running: list[Request] = []
+    served: dict[int, set[int]] = {}
+    for round_number in range(30):
+        start = 1000 * (round_number % 5)  # prompts come again, and hit
+        request = make_request(f"r{round_number}", range(start, start + 17 + round_number % 7))
+        while not kv.allocate_sequence(request):
+            kv.free(running.pop(0))
+        running.append(request)
+        request.num_computed_tokens = request.num_tokens
+        kv.cache_blocks(request, 0)
+        request.append_token(token_bytes([7]))
+        if kv.allocate_slots(request, request.num_tokens):
+            request.num_computed_tokens = request.num_tokens
+            kv.cache_blocks(request, 0)
+        group_of_id: dict[int, int] = {}
+        for holder in running:
+            for index, table in enumerate(table_ids(holder)):
+                for block_id in filter(None, table):
+                    assert group_of_id.setdefault(block_id, index) == index, (round_number, block_id)
+                    served.setdefault(block_id, set()).add(index)
+    assert len(served) == 39
+    assert any(len(by) == 3 for by in served.values()), "a block that came back served another group"
+
+
 def test_hit_of_a_state_is_its_deepest_checkpoint() -> None:
     kv = make_coordinator([RecurrentState(8)])
     first = make_request("first", range(20))

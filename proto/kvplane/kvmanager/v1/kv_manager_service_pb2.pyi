@@ -841,10 +841,10 @@ class KvBlockStored(google.protobuf.message.Message):
     block_hash: builtins.bytes
     """block_hash is its 16-byte chain hash."""
     parent_block_hash: builtins.bytes
-    """parent_block_hash is the chain hash of the block before. Empty for a first block."""
+    """parent_block_hash is the chain hash of the block before, of the same group. Empty for a first block."""
     content_id: builtins.int
-    """content_id names the content: tokens in the context of one parent. Several blocks may hold it. It is never given to
-    another content, where a hash comes back when the same tokens are computed again.
+    """content_id names the content within its group: tokens in the context of one parent. Several blocks may hold it. It is
+    never given to another content of the group, where a hash comes back when the same tokens are computed again.
     """
     parent_content_id: builtins.int
     """parent_content_id names the content of the block before. 0 for a first block."""
