@@ -96,6 +96,12 @@ class ExecutorConfig(BaseSettings):
         description="Memory to count as the device's, such as 2GiB. Default: the GPU's; on a CPU the control group's"
         " limit or half of what is free, whichever is less.",
     )
+    swap_space: Annotated[int, BeforeValidator(parse_size)] = Field(
+        0,
+        ge=0,
+        description="Host memory set aside for blocks that are swapped out, such as 4GiB; on a CPU it is part of"
+        " memory_limit. 0 for none.",
+    )
     num_blocks_override: int | None = Field(
         None, ge=2, description="KV blocks (the null block included), in place of what was measured."
     )

@@ -17,6 +17,7 @@ from kvplane.executor.v1 import executor_service_pb2 as pb
 
 from executor_service.array_checks import frozen, int32_column, require_indptr, require_length, require_range
 from executor_service.backends.base import GroupTables, Int32, PenaltyHistory, SamplingBatch, StepBatch
+from executor_service.block_copies import NO_COPIES, StepCopies, parse_copies
 from executor_service.block_tags import MAX_TAG_BYTES
 from executor_service.errors import InvalidFieldError
 from executor_service.sampling_input import SamplingParser
@@ -29,11 +30,13 @@ class StepLimits:
     """What a step is checked against; one object for the life of an epoch.
 
     Units:
-        max_model_len, max_num_batched_tokens: tokens; max_num_seqs: rows; num_blocks includes the null block.
+        max_model_len, max_num_batched_tokens: tokens; max_num_seqs: rows, and samples; num_blocks includes the null
+        block.
     """
 
     kv_epoch: int
     num_blocks: int
+    num_host_blocks: int
     block_size: int
     vocab_size: int
     max_model_len: int
@@ -49,7 +52,7 @@ class ParsedStep:
 
     Shape:
         as in `StepBatch`; fed_rows, fed_places, feed_index: (F,), the rows that are fed, where in token_ids, and from
-        which sampled token; written_blocks: (groups * T,), repeats allowed.
+        which sampled token; written_blocks: (groups * T,), what the rows write, repeats allowed.
 
     Invariants:
         token_ids is private and writable when rows are fed, with 0 at their places; all else is read-only.
@@ -66,6 +69,7 @@ class ParsedStep:
     fed_places: Int32
     feed_index: Int32
     sampling: SamplingBatch | None
+    copies: StepCopies
     tag_block_ids: Sequence[int]
     tags: Sequence[bytes]
 
@@ -101,7 +105,8 @@ def parse_step(request: pb.ExecuteRequest, limits: StepLimits) -> ParsedStep:
         fed_rows=fed_rows,
         fed_places=fed_places,
         feed_index=feed_index,
-        sampling=limits.sampling.parse(request.sampling, seq_lens) if request.HasField("sampling") else None,
+        sampling=_sampling(request, seq_lens, limits),
+        copies=_copies(request, limits),
         tag_block_ids=tag_block_ids,
         tags=tags,
     )
@@ -243,6 +248,20 @@ def _slots(
             f"two tokens for offset {offset} of block {block}",
         )
     return frozen(slots)
+
+
+def _sampling(request: pb.ExecuteRequest, seq_lens: Int32, limits: StepLimits) -> SamplingBatch | None:
+    """Check the sampling part, if there is one."""
+    if not request.HasField("sampling"):
+        return None
+    return limits.sampling.parse(request.sampling, seq_lens, limits.max_num_seqs)
+
+
+def _copies(request: pb.ExecuteRequest, limits: StepLimits) -> StepCopies:
+    """Check the copies, if there are any."""
+    if not request.HasField("copies"):
+        return NO_COPIES
+    return parse_copies(request.copies, limits.num_blocks, limits.num_host_blocks)
 
 
 def _tags(request: pb.ExecuteRequest, limits: StepLimits) -> tuple[list[int], list[bytes]]:

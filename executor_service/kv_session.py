@@ -24,6 +24,7 @@ from executor_service.backends.base import (
     RowFailure,
     StepResult,
 )
+from executor_service.block_copies import StepCopies
 from executor_service.block_tags import BlockTagStore
 from executor_service.errors import FailedPreconditionError, InvalidFieldError, NotServingError, StaleError
 from executor_service.input_batch import ParsedStep, StepLimits, fill_batch
@@ -49,12 +50,16 @@ class StepOutcome:
 
     Shape:
         sampled_token_ids: (S,), -1 for failed rows; computed_upto: (R,).
+
+    Units:
+        copy_us: microseconds that the step's copies took.
     """
 
     sampled_token_ids: Int32
     computed_upto: Int32
     result: StepResult
     failures: list[RowFailure]
+    copy_us: int
 
 
 class KvSession:
@@ -119,19 +124,23 @@ class KvSession:
         self._last_profiled = key
         return self._profiles[key]
 
-    def initialize(self, num_blocks: int) -> KvState:
+    def initialize(self, num_blocks: int, num_host_blocks: int = 0) -> KvState:
         """Allocate the cache under the limits profiled last, and start a new epoch.
 
         Raises:
             FailedPreconditionError: nothing was profiled.
-            InvalidFieldError: fewer than 2 blocks, or more than were reported.
+            InvalidFieldError: fewer than 2 blocks, or more of either kind than were reported.
         """
         if self._last_profiled is None:
             raise FailedPreconditionError("NOT_PROFILED", "no memory profile yet; call ProfileMemory first")
-        most = self._profiles[self._last_profiled].num_blocks
-        if not 2 <= num_blocks <= most:
-            raise InvalidFieldError("num_blocks", f"2 to {most}, as ProfileMemory reported", num_blocks)
-        return self._renew(num_blocks, *self._last_profiled)
+        profile = self._profiles[self._last_profiled]
+        for name, value, least, most in (
+            ("num_blocks", num_blocks, 2, profile.num_blocks),
+            ("num_host_blocks", num_host_blocks, 0, profile.num_host_blocks),
+        ):
+            if not least <= value <= most:
+                raise InvalidFieldError(name, f"{least} to {most}, as ProfileMemory reported", value)
+        return self._renew(num_blocks, num_host_blocks, *self._last_profiled)
 
     def reset(self, kv_epoch: int) -> KvState:
         """Forget the content and the tags, keep the memory, start a new epoch.
@@ -140,7 +149,9 @@ class KvSession:
             FailedPreconditionError, StaleError: as `require_cache`.
         """
         limits = self.require_cache(kv_epoch).limits
-        return self._renew(limits.num_blocks, limits.max_num_batched_tokens, limits.max_num_seqs)
+        return self._renew(
+            limits.num_blocks, limits.num_host_blocks, limits.max_num_batched_tokens, limits.max_num_seqs
+        )
 
     def require_cache(self, kv_epoch: int) -> KvState:
         """Return the cache that a message speaks of.
@@ -166,7 +177,7 @@ class KvSession:
         return self.require_cache(kv_epoch).tags.snapshot()
 
     def run(self, step_id: int, step: ParsedStep, sampled_before: Int32) -> StepOutcome:
-        """Run a parsed step of the current epoch.
+        """Run a parsed step of the current epoch: its copies, then its rows.
 
         A tag goes before its block is written, and comes after the step has succeeded: at no moment does a tag speak
         of content that is not there.
@@ -183,9 +194,10 @@ class KvSession:
         cache = self.cache
         assert cache is not None, "the caller has checked the epoch"
         batch, fed_by_failed = fill_batch(step_id, step, sampled_before)
+        copy_us = self._copy(cache.tags, step.copies) if step.copies.runs else 0
         cache.tags.drop(step.written_blocks)
         result = self._backend.execute(batch) if batch.num_rows else _NO_RESULT
-        outcome = _settle(step, result, fed_by_failed)
+        outcome = _settle(step, result, fed_by_failed, copy_us)
         self._store_tags(cache.tags, step, outcome)
         return outcome
 
@@ -193,15 +205,23 @@ class KvSession:
         """Close the backend."""
         self._backend.close()
 
-    def _renew(self, num_blocks: int, max_num_batched_tokens: int, max_num_seqs: int) -> KvState:
+    def _copy(self, tags: BlockTagStore, copies: StepCopies) -> int:
+        """Do a step's copies. Returns how long they took, in microseconds."""
+        started_ns = time.perf_counter_ns()
+        tags.drop(copies.written_blocks)
+        self._backend.copy_blocks(copies.runs)
+        return (time.perf_counter_ns() - started_ns) // 1000
+
+    def _renew(self, num_blocks: int, num_host_blocks: int, max_num_batched_tokens: int, max_num_seqs: int) -> KvState:
         """Have the backend start an empty cache, and name it. If that fails there is no cache."""
         old = self.cache.limits.kv_epoch if self.cache else 0
         self.cache = None
-        self._backend.initialize_kv_cache(num_blocks)
+        self._backend.initialize_kv_cache(num_blocks, num_host_blocks)
         info = self.model_info
         limits = StepLimits(
             kv_epoch=_new_epoch(old),
             num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
             block_size=info.block_size,
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
@@ -215,7 +235,13 @@ class KvSession:
         gc.collect()
         gc.freeze()
         self.cache = KvState(limits, BlockTagStore(num_blocks))
-        _log.info("kv_cache_started", kv_epoch=limits.kv_epoch, num_blocks=num_blocks, block_size=info.block_size)
+        _log.info(
+            "kv_cache_started",
+            kv_epoch=limits.kv_epoch,
+            num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
+            block_size=info.block_size,
+        )
         return self.cache
 
     @staticmethod
@@ -237,11 +263,11 @@ def _new_epoch(old: int) -> int:
     return epoch
 
 
-def _settle(step: ParsedStep, result: StepResult, fed_by_failed: list[int]) -> StepOutcome:
+def _settle(step: ParsedStep, result: StepResult, fed_by_failed: list[int], copy_us: int) -> StepOutcome:
     """Merge the backend's failed rows with those that were fed nothing."""
     sampled = result.sampled_token_ids
     if not result.failures and not fed_by_failed:
-        return StepOutcome(sampled, step.seq_lens, result, [])
+        return StepOutcome(sampled, step.seq_lens, result, [], copy_us)
     failures = {failure.row: failure for failure in result.failures}
     computed_upto = step.seq_lens.copy()
     for row in fed_by_failed:
@@ -253,4 +279,5 @@ def _settle(step: ParsedStep, result: StepResult, fed_by_failed: list[int]) -> S
         computed_upto[failure.row] = step.positions[step.query_indptr[failure.row]]
     if step.sampling is not None:
         sampled = np.where(np.isin(step.sampling.rows, list(failures)), np.int32(-1), sampled)
-    return StepOutcome(sampled, computed_upto, result, sorted(failures.values(), key=lambda failure: failure.row))
+    ordered = sorted(failures.values(), key=lambda failure: failure.row)
+    return StepOutcome(sampled, computed_upto, result, ordered, copy_us)

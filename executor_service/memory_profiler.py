@@ -3,7 +3,8 @@
 Station: `backends.torch_backend` loads weights, runs its worst step inside `PeakMeter`, and turns the peak into blocks
 with `compute_num_blocks`. This module knows memory; it knows no model.
 
-The formula: `available = utilization * total - peak`, `num_blocks = available // bytes_per_block`.
+The formula: `available = utilization * total - peak - host`, `num_blocks = available // bytes_per_block`, where host is
+the host blocks' bytes if they lie in the same memory as the cache, that is on a CPU, and 0 elsewhere.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ def kv_bytes_per_block(num_layers: int, num_kv_heads: int, head_dim: int, block_
     return 2 * num_layers * num_kv_heads * head_dim * block_size * dtype_bytes
 
 
-def available_bytes(total_bytes: int, utilization: float, peak_bytes: int) -> int:
+def available_bytes(total_bytes: int, utilization: float, peak_bytes: int, host_bytes: int = 0) -> int:
     """Bytes left for KV; negative when the peak alone is too much."""
-    return math.floor(total_bytes * utilization) - peak_bytes
+    return math.floor(total_bytes * utilization) - peak_bytes - host_bytes
 
 
-def compute_num_blocks(total_bytes: int, utilization: float, peak_bytes: int, bytes_per_block: int) -> int:
+def compute_num_blocks(
+    total_bytes: int, utilization: float, peak_bytes: int, bytes_per_block: int, host_bytes: int = 0
+) -> int:
     """Whole blocks that fit into what the peak leaves, at least 0."""
-    return max(0, available_bytes(total_bytes, utilization, peak_bytes)) // bytes_per_block
+    return max(0, available_bytes(total_bytes, utilization, peak_bytes, host_bytes)) // bytes_per_block
 
 
 def min_num_blocks(max_model_len: int, block_size: int) -> int:
@@ -58,6 +61,7 @@ def require_one_sequence(
     utilization: float,
     weights_bytes: int,
     peak_bytes: int,
+    host_bytes: int = 0,
 ) -> None:
     """Refuse a cache that could never hold one sequence of the longest length.
 
@@ -67,17 +71,18 @@ def require_one_sequence(
     needed = min_num_blocks(max_model_len, block_size)
     if num_blocks >= needed:
         return
-    available = available_bytes(total_bytes, utilization, peak_bytes)
+    available = available_bytes(total_bytes, utilization, peak_bytes, host_bytes)
     missing = needed * bytes_per_block - available
     fits = max(0, num_blocks - 1) * block_size
     raise NotEnoughMemoryError(
         "NOT_ENOUGH_MEMORY",
         f"one sequence of max_model_len={max_model_len} tokens needs {needed} KV blocks of {bytes_per_block} bytes "
         f"({needed * bytes_per_block} bytes, the null block included), but {num_blocks} fit: total {total_bytes} * "
-        f"utilization {utilization} - peak {peak_bytes} (weights {weights_bytes}) leaves {available} bytes, {missing} "
+        f"utilization {utilization} - peak {peak_bytes} (weights {weights_bytes})"
+        f"{f' - host blocks {host_bytes} (swap_space)' if host_bytes else ''} leaves {available} bytes, {missing} "
         "too few. Give it more memory with --memory-limit (CPU) or --gpu-memory-utilization, shorten sequences with "
         f"--max-model-len (at most {fits} tokens fit now), or lower the peak with --max-num-batched-tokens and "
-        "--max-num-seqs.",
+        f"--max-num-seqs{', or set less aside with --swap-space' if host_bytes else ''}.",
         needed_blocks=needed,
         num_blocks=num_blocks,
         bytes_per_block=bytes_per_block,
@@ -85,6 +90,7 @@ def require_one_sequence(
         utilization=utilization,
         weights_bytes=weights_bytes,
         peak_bytes=peak_bytes,
+        host_bytes=host_bytes,
         available_bytes=available,
         missing_bytes=missing,
         max_model_len=max_model_len,
@@ -110,6 +116,36 @@ def require_weights_fit(weights_bytes: int, *, total_bytes: int, utilization: fl
         utilization=utilization,
         missing_bytes=weights_bytes - usable,
     )
+
+
+def require_host_blocks_fit(host_bytes: int, *, left_bytes: int, left: str) -> None:
+    """Refuse host blocks that are more than the memory they are to lie in has left.
+
+    Args:
+        host_bytes: bytes of all host blocks.
+        left_bytes: what is left.
+        left: in words, which memory that is and how the number came about.
+
+    Raises:
+        NotEnoughMemoryError: with the numbers, what is missing, and the flag that helps.
+    """
+    if host_bytes <= max(0, left_bytes):
+        return
+    missing = host_bytes - max(0, left_bytes)
+    raise NotEnoughMemoryError(
+        "NOT_ENOUGH_MEMORY",
+        f"the host blocks of --swap-space take {host_bytes} bytes, but {left} leaves {left_bytes} bytes, {missing} too "
+        "few. Set less aside with --swap-space.",
+        host_bytes=host_bytes,
+        left_bytes=left_bytes,
+        missing_bytes=missing,
+    )
+
+
+def host_memory_left() -> int:
+    """Memory of the machine that this process may still take: within its cgroup, and of what nobody holds. Bytes."""
+    left = [limit - resident_bytes() for limit in _cgroup_limits()]
+    return min([int(psutil.virtual_memory().available), *left])
 
 
 def total_memory(device: torch.device, memory_limit: int | None) -> int:

@@ -206,12 +206,12 @@ class ModelRunner:
         return output.logits[0]
 
     def _last_tokens(self, batch: StepBatch) -> torch.Tensor | int:
-        """Indices of the tokens whose logits are wanted; 0 means all, without a copy."""
+        """Indices of the tokens whose logits are wanted, repeats included; 0 means each once, without a copy."""
         if batch.sampling is None:
             return torch.zeros(0, dtype=torch.int64, device=self._device)
-        if len(batch.sampling.rows) == len(batch.token_ids):
-            return 0
         last = batch.query_indptr[batch.sampling.rows + 1].astype(np.int64) - 1
+        if len(last) == len(batch.token_ids) and (last[1:] > last[:-1]).all():
+            return 0
         return torch.from_numpy(last).to(self._device)
 
     def _to_device(self, column: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> torch.Tensor:
@@ -226,11 +226,13 @@ def _rows_with_bad_kv(batch: StepBatch, cache: PagedKvCache) -> list[int]:
     in one layer makes the hidden state, and with it the K/V of every later layer, NaN. (An infinite key all of whose
     scores are -inf is ignored by attention, and here.) Where every row samples, as in decoding, there is nothing to do.
     """
-    sampling = () if batch.sampling is None else batch.sampling.rows
-    if len(sampling) == batch.num_rows:
+    silent_row = np.ones(batch.num_rows, dtype=bool)
+    if batch.sampling is not None:
+        silent_row[batch.sampling.rows] = False
+    if not silent_row.any():
         return []
     rows = np.repeat(np.arange(batch.num_rows), np.diff(batch.query_indptr))
-    silent = np.isin(rows, sampling, invert=True)
+    silent = silent_row[rows]
     keys, values = cache.keys[-1], cache.values[-1]
     slots = torch.from_numpy(batch.slot_mappings[0][silent]).to(keys.device)
     finite = torch.isfinite(keys[slots]).all(dim=-1) & torch.isfinite(values[slots]).all(dim=-1)

@@ -51,7 +51,7 @@ def worst_batch(
         seq_lens=seq_lens,
         tables=[tables],
         slot_mappings=[slots],
-        sampling=_worst_sampling(seq_lens, vocab_size, max_logprobs),
+        sampling=_worst_sampling(seq_lens, max_num_seqs, vocab_size, max_logprobs),
     )
 
 
@@ -94,9 +94,12 @@ def _scratch_tables(seq_lens: np.ndarray[tuple[int, ...], np.dtype[np.int32]], b
 
 
 def _worst_sampling(
-    seq_lens: np.ndarray[tuple[int, ...], np.dtype[np.int32]], vocab_size: int, max_logprobs: int
+    seq_lens: np.ndarray[tuple[int, ...], np.dtype[np.int32]], max_num_seqs: int, vocab_size: int, max_logprobs: int
 ) -> SamplingBatch:
-    """Every row samples, with everything on, and a top_p that forces a sort of the whole vocabulary."""
+    """Every row samples, with everything on, and a top_p that forces a sort of the whole vocabulary.
+
+    There are as many samples as a step may have: rows that are forked sample more than once.
+    """
     params = TokenSampling(
         temperature=1.0,
         top_k=0,
@@ -109,16 +112,17 @@ def _worst_sampling(
         suppressed_token_ids=(min(1, vocab_size - 1),) if vocab_size > 1 else (),
         num_logprobs=min(max_logprobs, vocab_size),
     )
-    size = len(seq_lens)
+    rows = np.sort(np.arange(max_num_seqs, dtype=np.int32) % np.int32(len(seq_lens)))
+    positions = seq_lens[rows]
     histories = {
-        row: PenaltyHistory((np.arange(length, dtype=np.int32) % vocab_size).astype(np.int32), 1)
-        for row, length in enumerate(seq_lens)
+        sample: PenaltyHistory((np.arange(length, dtype=np.int32) % vocab_size).astype(np.int32), 1)
+        for sample, length in enumerate(positions)
     }
     return SamplingBatch(
-        rows=np.arange(size, dtype=np.int32),
+        rows=rows,
         params=[params],
-        params_index=np.zeros(size, dtype=np.int32),
-        seeds=np.arange(size, dtype=np.uint64),
-        positions=seq_lens,
+        params_index=np.zeros(max_num_seqs, dtype=np.int32),
+        seeds=np.arange(max_num_seqs, dtype=np.uint64),
+        positions=positions,
         histories=histories,
     )

@@ -37,7 +37,7 @@ class SamplingParser:
 
     Args:
         vocab_size: number of token ids.
-        max_logprobs: most top log probabilities a row may ask for.
+        max_logprobs: most top log probabilities a sample may ask for.
     """
 
     def __init__(self, vocab_size: int, max_logprobs: int) -> None:
@@ -46,12 +46,13 @@ class SamplingParser:
         self._known: dict[bytes, TokenSampling] = {}
         self._known_bytes = 0
 
-    def parse(self, message: pb.SamplingBatch, seq_lens: Int32) -> SamplingBatch | None:
+    def parse(self, message: pb.SamplingBatch, seq_lens: Int32, max_samples: int) -> SamplingBatch | None:
         """Check the message and turn it into arrays.
 
         Args:
             message: the step's sampling part.
             seq_lens: (R,) sequence length of each row after the step.
+            max_samples: most samples; a row may be sampled more than once, but each takes memory for its logits.
 
         Returns:
             None when no row samples. Histories lack the tokens that are fed from the step before.
@@ -60,6 +61,9 @@ class SamplingParser:
             InvalidFieldError: a value breaks the contract.
         """
         rows = int32_column(message.rows, "sampling.rows")
+        if len(rows) > max_samples:
+            expected = f"at most {max_samples} values (max_num_seqs as profiled)"
+            raise InvalidFieldError("sampling.rows", expected, f"{len(rows)} values")
         require_range(rows, 0, len(seq_lens), "sampling.rows")
         require_growing(rows, "sampling.rows", strictly=False)
         params = [self._params(one, index) for index, one in enumerate(message.params)]
@@ -144,7 +148,7 @@ class SamplingParser:
     def _histories(
         self, message: pb.SamplingBatch, params: list[TokenSampling], params_index: Int32
     ) -> dict[int, PenaltyHistory]:
-        """Check the penalty histories: one for each row whose params penalise, none for another."""
+        """Check the penalty histories: one for each sample whose params penalise, none for another."""
         penalised = np.array([one.has_penalty for one in params], dtype=np.bool_)
         expected = np.flatnonzero(penalised[params_index])
         if not len(expected) and not message.HasField("penalties"):
@@ -154,7 +158,7 @@ class SamplingParser:
         if not np.array_equal(sample_index, expected):
             raise InvalidFieldError(
                 f"{field}.sample_index",
-                f"exactly the indices of the rows whose params penalise, {_some(expected)}",
+                f"exactly the indices of the samples whose params penalise, {_some(expected)}",
                 _some(sample_index),
             )
         indptr = int32_column(message.penalties.indptr, f"{field}.indptr")

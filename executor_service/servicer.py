@@ -87,12 +87,13 @@ class ExecutorServicer(pb_grpc.ExecutorServiceServicer):
             bytes_per_block=profile.bytes_per_block,
             num_blocks=profile.num_blocks,
             overridden=profile.overridden,
+            num_host_blocks=profile.num_host_blocks,
         )
 
     async def InitializeKvCache(  # noqa: N802, D102
         self, request: pb.InitializeKvCacheRequest, context: _Context
     ) -> pb.InitializeKvCacheResponse:
-        cache = await self._call(context, self._session.initialize, request.num_blocks)
+        cache = await self._call(context, self._session.initialize, request.num_blocks, request.num_host_blocks)
         return pb.InitializeKvCacheResponse(kv_cache=_kv_cache(cache))
 
     # The stub type knows the generator form only; this one writes, so that the runner decides when.
@@ -170,4 +171,9 @@ def _kv_group(group: KvGroupSpec) -> pb.KvGroup:
 
 def _kv_cache(cache: KvState) -> pb.KvCacheState:
     limits = cache.limits
-    return pb.KvCacheState(kv_epoch=limits.kv_epoch, num_blocks=limits.num_blocks, block_size=limits.block_size)
+    return pb.KvCacheState(
+        kv_epoch=limits.kv_epoch,
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        num_host_blocks=limits.num_host_blocks,
+    )

@@ -36,6 +36,7 @@ def build_response(
         ],
         compute_us=compute_us,
         queue_us=queue_us,
+        copy_us=outcome.copy_us,
     )
     kept = {sample: row for sample, row in outcome.result.logprobs.items() if outcome.sampled_token_ids[sample] >= 0}
     if kept:

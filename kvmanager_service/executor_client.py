@@ -50,13 +50,18 @@ class ReadyExecutor:
 
     Attributes:
         info: what it said of its model.
-        kv_cache: the cache's name and size.
+        kv_cache: the cache's name and size, host blocks included.
         tagged: blocks it still holds from an earlier manager; None when the cache is the one the caller knew.
     """
 
     info: pb.GetModelInfoResponse
     kv_cache: pb.KvCacheState
     tagged: list[TaggedBlock] | None
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Host blocks that steps may copy to and from; 0 for none."""
+        return self.kv_cache.num_host_blocks
 
 
 class ExecutorConnection:
@@ -99,11 +104,12 @@ class ExecutorConnection:
             )
             if info.HasField("kv_cache") and info.kv_cache.kv_epoch == known_epoch:
                 return ReadyExecutor(info, info.kv_cache, None)
-            if info.HasField("kv_cache") and info.kv_cache.num_blocks == profile.num_blocks:
+            if info.HasField("kv_cache") and _is_all_there_is(info.kv_cache, profile):
                 return ReadyExecutor(info, info.kv_cache, await self._list_tags(info.kv_cache.kv_epoch))
             initialized = _readable(
                 await self._stub.InitializeKvCache(
-                    pb.InitializeKvCacheRequest(num_blocks=profile.num_blocks), timeout=PROFILE_TIMEOUT_S
+                    pb.InitializeKvCacheRequest(num_blocks=profile.num_blocks, num_host_blocks=profile.num_host_blocks),
+                    timeout=PROFILE_TIMEOUT_S,
                 )
             )
             return ReadyExecutor(info, initialized.kv_cache, [])
@@ -206,6 +212,11 @@ class StepStream:
         finally:
             self._lost = ExecutorLostError(why)
             self._on_event()
+
+
+def _is_all_there_is(kv_cache: pb.KvCacheState, profile: pb.ProfileMemoryResponse) -> bool:
+    """Whether a cache has every block that the executor has room for."""
+    return (kv_cache.num_blocks, kv_cache.num_host_blocks) == (profile.num_blocks, profile.num_host_blocks)
 
 
 def _describe(error: grpc.aio.AioRpcError) -> str:

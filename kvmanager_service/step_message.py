@@ -185,6 +185,8 @@ def _read_execute_response(message: pb.ExecuteResponse) -> StepResult:
             )
             for error in message.row_errors
         },
+        compute_us=message.compute_us,
+        copy_us=message.copy_us,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -70,7 +71,11 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """Every term of `num_blocks = (utilization * total - peak) // bytes_per_block`. Units: bytes."""
+    """Every term of `num_blocks = (utilization * total - peak - host blocks) // bytes_per_block`. Units: bytes.
+
+    Host blocks take from it only where they lie in the same memory, that is on a CPU; available_bytes is without them.
+    `num_host_blocks` is how many of these blocks fit into the host memory set aside for swapping.
+    """
 
     total_bytes: int
     utilization: float
@@ -80,6 +85,7 @@ class MemoryProfile:
     bytes_per_block: int
     num_blocks: int
     overridden: bool
+    num_host_blocks: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,10 +151,10 @@ class PenaltyHistory:
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The S rows that produce a token.
+    """The S samples: from which row each is drawn, and how. A row may be sampled more than once.
 
     Shape:
-        rows, params_index, positions: (S,); seeds: (S,) uint64.
+        rows, params_index, positions: (S,), rows never falling; seeds: (S,) uint64.
         histories: by index into `rows`; tokens fed from the step before are already appended.
 
     `positions[s]` is the position of the token to be produced, that is the row's sequence length after this step.
@@ -189,6 +195,34 @@ class StepBatch:
         return len(self.query_indptr) - 1
 
 
+class CopyDirection(IntEnum):
+    """Between which memories a block is copied; the values are those of the wire."""
+
+    DEVICE_TO_DEVICE = 1
+    DEVICE_TO_HOST = 2
+    HOST_TO_DEVICE = 3
+
+
+@dataclass(frozen=True)
+class BlockCopies:
+    """Whole blocks to copy in one direction, over all layers and groups.
+
+    Shape:
+        source_ids, target_ids: (C,), at least one.
+
+    Invariants:
+        The copies are independent: a block that one of them writes is neither read nor written by another, so that
+        they may be done in any order, or at once. Every id is in range, and host ids only where host blocks are meant.
+    """
+
+    direction: CopyDirection
+    source_ids: Int32
+    target_ids: Int32
+
+    def __len__(self) -> int:
+        return len(self.source_ids)
+
+
 @dataclass(frozen=True)
 class RowFailure:
     """A row that failed alone; the others are good."""
@@ -225,8 +259,9 @@ class StepResult:
 class Backend(ABC):
     """What an executor computes with.
 
-    Life: `load`, `profile_memory`, `initialize_kv_cache`, then `execute` for every step, then `close`. All calls come
-    from one thread, one at a time. A backend keeps weights and K/V; it keeps nothing of a request.
+    Life: `load`, `profile_memory`, `initialize_kv_cache`, then for every step `copy_blocks` if it orders copies, and
+    `execute` if it has rows; then `close`. All calls come from one thread, one at a time. A backend keeps weights and
+    K/V; it keeps nothing of a request.
     """
 
     @abstractmethod
@@ -246,8 +281,24 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocate (or, at the same size, reuse) the cache of `num_blocks` blocks, the null block 0 included."""
+    def initialize_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """Allocate (or, at the same size, reuse) an empty cache.
+
+        Args:
+            num_blocks: blocks of the KV cache, the null block 0 included.
+            num_host_blocks: blocks of host memory that the cache's blocks are swapped out to. All of them are used.
+
+        Raises:
+            NotEnoughMemoryError: there is no room for them.
+        """
+
+    @abstractmethod
+    def copy_blocks(self, copies: Sequence[BlockCopies]) -> None:
+        """Copy whole blocks, one entry after the other, and return when it is done.
+
+        Raises:
+            BackendError: it failed. Nothing but the targets may have been written.
+        """
 
     @abstractmethod
     def execute(self, batch: StepBatch) -> StepResult:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import select
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,8 @@ import numpy.typing as npt
 from executor_service.backends.base import (
     Backend,
     BackendError,
+    BlockCopies,
+    CopyDirection,
     GroupTables,
     Int32,
     KvGroupSpec,
@@ -45,6 +48,7 @@ __all__ = ["SimBackend", "SimBackendConfig"]
 _BYTES_PER_SLOT = 8
 _DEFAULT_MAX_MODEL_LEN = 8192
 _OVERSLEEP_S = 0.0003
+_MAX_BLOCK_ID = 2**31 - 1
 
 Uint64 = npt.NDArray[np.uint64]
 Int64 = npt.NDArray[np.int64]
@@ -55,7 +59,8 @@ class SimBackendConfig:
     """What the sim backend is told; names as in `ExecutorConfig`.
 
     Units:
-        sim_step_ms: milliseconds a step takes at least; sim_us_per_token: microseconds added for each token.
+        sim_step_ms: milliseconds a step takes at least; sim_us_per_token: microseconds added for each token;
+        swap_space: bytes of host blocks.
 
     Defaults:
         max_model_len None: 8192, or what the blocks hold if that is less.
@@ -65,6 +70,7 @@ class SimBackendConfig:
     max_model_len: int | None = None
     block_size: int = 16
     num_blocks_override: int | None = None
+    swap_space: int = 0
     sim_step_ms: float = 0.0
     sim_us_per_token: float = 0.0
     sim_vocab_size: int = 32_000
@@ -80,6 +86,7 @@ class SimBackend(Backend):
 
     Invariants:
         `_polynomials[b]` is the sum over the slots s of block b of `slots[b, s] * G**s`; `_writer` is -1 between steps.
+        A host block is what a block is: its slots and its polynomial.
     """
 
     def __init__(self, config: SimBackendConfig) -> None:
@@ -91,6 +98,8 @@ class SimBackend(Backend):
         self._slots: Uint64 = np.zeros(0, dtype=np.uint64)
         self._polynomials: Uint64 = np.zeros(0, dtype=np.uint64)
         self._writer: Int32 = np.zeros(0, dtype=np.int32)
+        self._host_slots: Uint64 = np.zeros(0, dtype=np.uint64)
+        self._host_polynomials: Uint64 = np.zeros(0, dtype=np.uint64)
 
     @property
     def slots(self) -> Uint64:
@@ -125,7 +134,7 @@ class SimBackend(Backend):
         )
 
     def profile_memory(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
-        """Report the configured number of blocks.
+        """Report the configured number of blocks. They take no memory to speak of, and neither do host blocks.
 
         Raises:
             NotEnoughMemoryError: they do not hold one sequence of max_model_len.
@@ -140,24 +149,39 @@ class SimBackend(Backend):
                 needed_blocks=needed,
                 num_blocks=num_blocks,
             )
-        size = num_blocks * block_size * _BYTES_PER_SLOT
+        bytes_per_block = block_size * _BYTES_PER_SLOT
+        size = num_blocks * bytes_per_block
         return MemoryProfile(
             total_bytes=size,
             utilization=1.0,
             weights_bytes=0,
             peak_bytes=0,
             available_bytes=size,
-            bytes_per_block=block_size * _BYTES_PER_SLOT,
+            bytes_per_block=bytes_per_block,
             num_blocks=num_blocks,
             overridden=self._config.num_blocks_override is not None,
+            num_host_blocks=min(self._config.swap_space // bytes_per_block, _MAX_BLOCK_ID),
         )
 
-    def initialize_kv_cache(self, num_blocks: int) -> None:
+    def initialize_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Start with unwritten slots."""
         self._slots = np.zeros(num_blocks * self._config.block_size, dtype=np.uint64)
         self._polynomials = np.zeros(num_blocks, dtype=np.uint64)
         self._writer = np.full(len(self._slots), -1, dtype=np.int32)
+        self._host_slots = np.zeros(num_host_blocks * self._config.block_size, dtype=np.uint64)
+        self._host_polynomials = np.zeros(num_host_blocks, dtype=np.uint64)
         self._powers = powers_of_g(max(self._max_model_len, self._config.block_size))
+
+    def copy_blocks(self, copies: Sequence[BlockCopies]) -> None:
+        """Copy slots and polynomials, whatever the slots hold."""
+        block_size = self._config.block_size
+        device = self._slots.reshape(-1, block_size), self._polynomials
+        host = self._host_slots.reshape(-1, block_size), self._host_polynomials
+        for run in copies:
+            sources = host if run.direction is CopyDirection.HOST_TO_DEVICE else device
+            targets = host if run.direction is CopyDirection.DEVICE_TO_HOST else device
+            for source, target in zip(sources, targets, strict=True):
+                target[run.target_ids] = source[run.source_ids]
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Write the digests of all rows, then produce tokens, then wait for the step's time to pass.

@@ -6,15 +6,20 @@ together: `model_loader`, `memory_profiler`, `kv_cache`, `model_runner`; each of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import structlog
 import torch
 
 from executor_service.backends.base import (
     Backend,
     BackendError,
+    BlockCopies,
+    CopyDirection,
+    Int32,
     KvGroupSpec,
     MemoryProfile,
     ModelInfo,
@@ -23,13 +28,17 @@ from executor_service.backends.base import (
     StepResult,
 )
 from executor_service.devices import resolve_device
+from executor_service.host_blocks import HostBlocks
 from executor_service.kernels.attention_plan import AttentionLimits
+from executor_service.kernels.block_copy import copy_from_host, copy_to_host, copy_within
 from executor_service.kv_cache import KvLayout, PagedKvCache
 from executor_service.memory_profiler import (
     PeakMeter,
     available_bytes,
     compute_num_blocks,
+    host_memory_left,
     release_free_memory,
+    require_host_blocks_fit,
     require_one_sequence,
     require_weights_fit,
     resident_bytes,
@@ -44,6 +53,8 @@ from executor_service.profile_batch import SCRATCH_BLOCKS, reserved_index_bytes,
 MAX_LOGPROBS = 20
 # One gather of K and V: large enough for good batches, small enough to be no term of the memory profile.
 _GATHER_BYTES = 64 * 1024 * 1024
+# Blocks that are copied at once: enough to keep a bus busy. One block at least, however large.
+_COPY_BYTES = 16 * 1024 * 1024
 
 _log = structlog.get_logger(__name__)
 
@@ -62,6 +73,8 @@ class TorchBackendConfig:
         block_size: tokens per block.
         gpu_memory_utilization: share of the memory to use, in (0, 1]; on CPU too.
         memory_limit: bytes to count as the device's memory; None is what `memory_profiler.total_memory` finds.
+        swap_space: bytes of host memory for blocks that are swapped out, as many whole blocks as fit; on a CPU they
+            are part of the device's memory.
         num_blocks_override: this many blocks, whatever fits; None measures.
         num_threads: torch's threads; None leaves torch's choice (OMP_NUM_THREADS).
         cache_dir: where converted GGUF files lie; None is `default_cache_dir()`.
@@ -75,6 +88,7 @@ class TorchBackendConfig:
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
     memory_limit: int | None = None
+    swap_space: int = 0
     num_blocks_override: int | None = None
     num_threads: int | None = None
     cache_dir: Path | None = None
@@ -85,6 +99,7 @@ class TorchBackendConfig:
             ("block_size", self.block_size, self.block_size >= 1, "at least 1"),
             ("gpu_memory_utilization", self.gpu_memory_utilization, 0 < self.gpu_memory_utilization <= 1, "in (0, 1]"),
             ("memory_limit", self.memory_limit, self.memory_limit is None or self.memory_limit > 0, "above 0"),
+            ("swap_space", self.swap_space, self.swap_space >= 0, "at least 0"),
             ("num_blocks_override", self.num_blocks_override, (self.num_blocks_override or 2) >= 2, "at least 2"),
             ("num_threads", self.num_threads, self.num_threads is None or self.num_threads >= 1, "at least 1"),
         )
@@ -97,7 +112,7 @@ class TorchBackend(Backend):
     """Runs steps with torch.
 
     Invariants:
-        The cache is allocated at most once at a time; a new size frees the old one first.
+        Cache and host blocks are allocated at most once at a time; a new size frees the old ones first.
     """
 
     def __init__(self, config: TorchBackendConfig) -> None:
@@ -108,6 +123,7 @@ class TorchBackend(Backend):
         self._layout: KvLayout | None = None
         self._limits: AttentionLimits | None = None
         self._cache: PagedKvCache | None = None
+        self._host: HostBlocks | None = None
         self._weights_bytes = 0
 
     def load(self) -> ModelInfo:
@@ -131,6 +147,7 @@ class TorchBackend(Backend):
             layout = KvLayout(num_layers, kv_heads, head_dim, config.block_size, loaded.dtype)
             self._limits = AttentionLimits(max(1, _GATHER_BYTES // layout.bytes_per_token_and_layer))
             self._runner = ModelRunner(loaded.model, self._limits)
+            self._require_swap_space(layout)
             self._loaded, self._layout = loaded, layout
             packed = pack_linear_layers(loaded.model, lambda: probe(loaded.model, loaded.vocab_size))
         release_free_memory(self._device)
@@ -152,24 +169,26 @@ class TorchBackend(Backend):
     def profile_memory(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
         """Run the worst step of these limits and count what is left; see the base class."""
         loaded, layout, _ = self._ready()
-        self._cache = None
-        release_free_memory(self._device)
+        self._drop_cache()
         with PeakMeter(self._device) as meter:
             self._run_worst_step(max_num_batched_tokens, max_num_seqs)
         release_free_memory(self._device)
         total = total_memory(self._device, self._config.memory_limit)
         share = self._config.gpu_memory_utilization
-        measured = compute_num_blocks(total, share, meter.peak_bytes, layout.bytes_per_block)
+        num_host_blocks = self._config.swap_space // layout.bytes_per_block
+        host_bytes = self._admit_host_blocks(num_host_blocks * layout.bytes_per_block, total, share, meter.peak_bytes)
+        measured = compute_num_blocks(total, share, meter.peak_bytes, layout.bytes_per_block, host_bytes)
         override = self._config.num_blocks_override
         profile = MemoryProfile(
             total_bytes=total,
             utilization=share,
             weights_bytes=self._weights_bytes,
             peak_bytes=meter.peak_bytes,
-            available_bytes=available_bytes(total, share, meter.peak_bytes),
+            available_bytes=available_bytes(total, share, meter.peak_bytes, host_bytes),
             bytes_per_block=layout.bytes_per_block,
             num_blocks=measured if override is None else override,
             overridden=override is not None,
+            num_host_blocks=num_host_blocks,
         )
         self._log_profile(profile, measured, max_num_batched_tokens, max_num_seqs)
         if override is None:
@@ -182,26 +201,56 @@ class TorchBackend(Backend):
                 utilization=share,
                 weights_bytes=self._weights_bytes,
                 peak_bytes=meter.peak_bytes,
+                host_bytes=host_bytes,
             )
         return profile
 
-    def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the cache, or clear the one of this size; see the base class."""
+    def initialize_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """Allocate cache and host blocks, or clear those of this size; see the base class."""
         _, layout, _ = self._ready()
-        if self._cache is not None and self._cache.num_blocks == num_blocks:
-            self._cache.clear()
+        cache, host = self._cache, self._host
+        if cache and host and (cache.num_blocks, host.num_blocks) == (num_blocks, num_host_blocks):
+            cache.clear()
+            host.clear()
             return
-        self._cache = None
-        release_free_memory(self._device)
+        self._drop_cache()
+        size = layout.bytes_per_block
+        what = f"{num_blocks} KV blocks ({num_blocks * size} bytes)"
         try:
             self._cache = PagedKvCache(layout, num_blocks, self._device)
+            what = f"{num_host_blocks} host blocks ({num_host_blocks * size} bytes)"
+            self._host = HostBlocks(layout, num_host_blocks, self._device)
         except RuntimeError as error:  # torch's allocators raise nothing narrower on CPU
+            self._drop_cache()
             raise NotEnoughMemoryError(
                 "NOT_ENOUGH_MEMORY",
-                f"expected room for {num_blocks} KV blocks ({num_blocks * layout.bytes_per_block} bytes), got: {error}",
+                f"expected room for {what}, got: {error}",
                 num_blocks=num_blocks,
-                bytes_per_block=layout.bytes_per_block,
+                num_host_blocks=num_host_blocks,
+                bytes_per_block=size,
             ) from error
+
+    @torch.inference_mode()
+    def copy_blocks(self, copies: Sequence[BlockCopies]) -> None:
+        """Copy blocks of all layers; see the base class."""
+        _, layout, _ = self._ready()
+        if self._cache is None or self._host is None:
+            raise BackendError("NO_KV_CACHE", "expected initialize_kv_cache before copy_blocks, got no cache")
+        layers, host = self._cache.layers, self._host.blocks
+        chunk = _copy_chunk(layout)
+        try:
+            for run in copies:
+                if run.direction is CopyDirection.DEVICE_TO_HOST:
+                    copy_to_host(layers, host, self._ids(run.source_ids), run.target_ids.tolist(), chunk=chunk)
+                elif run.direction is CopyDirection.HOST_TO_DEVICE:
+                    copy_from_host(layers, host, run.source_ids.tolist(), self._ids(run.target_ids), chunk=chunk)
+                else:
+                    copy_within(layers, self._ids(run.source_ids), self._ids(run.target_ids), chunk=chunk)
+            if self._device.type == "cuda":
+                # Once for all of them: what failed is then known to be a copy, and what they took is known.
+                torch.cuda.current_stream(self._device).synchronize()
+        except RuntimeError as error:
+            raise BackendError("COPY_FAILED", f"copies of blocks failed in torch: {error}") from error
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Run one step; see the base class."""
@@ -215,13 +264,45 @@ class TorchBackend(Backend):
 
     def close(self) -> None:
         """Give back weights and cache."""
-        self._cache = self._runner = self._loaded = None
-        release_free_memory(self._device)
+        self._runner = self._loaded = None
+        self._drop_cache()
 
     def _ready(self) -> tuple[LoadedModel, KvLayout, ModelRunner]:
         if self._loaded is None or self._layout is None or self._runner is None:
             raise BackendError("NOT_LOADED", "expected load() first, got a backend without a model")
         return self._loaded, self._layout, self._runner
+
+    def _drop_cache(self) -> None:
+        """Give back cache and host blocks."""
+        self._cache = None
+        if self._host is not None:
+            self._host.close()
+            self._host = None
+        release_free_memory(self._device)
+
+    def _ids(self, block_ids: Int32) -> torch.Tensor:
+        """Block ids on the device. Shape: (C,) int64."""
+        return torch.from_numpy(block_ids.astype(np.int64)).to(self._device)
+
+    def _require_swap_space(self, layout: KvLayout) -> None:
+        """Refuse a swap space that holds no block: whoever set one wants to swap."""
+        if 0 < self._config.swap_space < layout.bytes_per_block:
+            raise BackendError(
+                "BAD_SWAP_SPACE",
+                f"expected --swap-space of at least one block, {layout.bytes_per_block} bytes, or 0, got "
+                f"{self._config.swap_space}",
+                swap_space=self._config.swap_space,
+                bytes_per_block=layout.bytes_per_block,
+            )
+
+    def _admit_host_blocks(self, size: int, total: int, share: float, peak: int) -> int:
+        """Check that the host blocks fit where they will lie. Returns what they take of the device's memory."""
+        if self._device.type == "cpu":
+            left = f"total {total} * utilization {share} - peak {peak}"
+            require_host_blocks_fit(size, left_bytes=available_bytes(total, share, peak), left=left)
+            return size
+        require_host_blocks_fit(size, left_bytes=host_memory_left(), left="what others hold of the machine's memory")
+        return 0
 
     def _admit_weights(self, weights_bytes: int) -> None:
         """Stop before weights are read that can not fit: the profile would refuse them, if memory lasts until then."""
@@ -248,6 +329,9 @@ class TorchBackend(Backend):
         warm_up(loaded.model, max_num_batched_tokens)
         runner.run(batch, scratch)
         del reserved
+        # Copies run before a step, never beside it: their workspace and what is gathered of one layer.
+        copied = _copy_chunk(layout) * layout.bytes_per_block
+        torch.ones(copied + copied // layout.num_layers, dtype=torch.uint8, device=self._device)
 
     def _held_bytes(self) -> int:
         """Memory held now: the process's on CPU, the device's on CUDA."""
@@ -267,6 +351,8 @@ class TorchBackend(Backend):
             peak_bytes=profile.peak_bytes,
             available_bytes=profile.available_bytes,
             bytes_per_block=profile.bytes_per_block,
+            swap_space_bytes=self._config.swap_space,
+            num_host_blocks=profile.num_host_blocks,
             block_size=self._config.block_size,
             measured_num_blocks=measured,
             num_blocks=profile.num_blocks,
@@ -292,3 +378,8 @@ class TorchBackend(Backend):
             max_logprobs=min(MAX_LOGPROBS, loaded.vocab_size),
             tokenizer_files=loaded.tokenizer_files,
         )
+
+
+def _copy_chunk(layout: KvLayout) -> int:
+    """Most blocks to copy at once."""
+    return max(1, _COPY_BYTES // layout.bytes_per_block)

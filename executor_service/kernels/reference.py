@@ -5,7 +5,11 @@ Station: called by tests and by the conformance kit only. Slow on purpose; it sh
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
+
+from executor_service.backends.base import CopyDirection
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -25,6 +29,30 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots:
         block, offset = divmod(slot, block_size)
         cache[0, block, offset] = key[token]
         cache[1, block, offset] = value[token]
+
+
+def copy_blocks(
+    layers: Sequence[torch.Tensor], host: torch.Tensor, copies: Iterable[tuple[CopyDirection, int, int]]
+) -> None:
+    """Copy whole blocks, one after the other, one layer at a time.
+
+    Args:
+        layers: the cache's layers, changed in place.
+        host: the host blocks, changed in place.
+        copies: direction, source and target of each, in order.
+
+    Shape:
+        layers[l]: (2, num_blocks, block_size, H_kv, D); host: (num_host_blocks, num_layers, 2, block_size, H_kv, D).
+    """
+    for direction, source, target in copies:
+        for index, layer in enumerate(layers):
+            for part in range(2):
+                if direction == CopyDirection.DEVICE_TO_DEVICE:
+                    layer[part, target] = layer[part, source]
+                elif direction == CopyDirection.DEVICE_TO_HOST:
+                    host[target, index, part] = layer[part, source]
+                else:
+                    layer[part, target] = host[source, index, part]
 
 
 def paged_attention(

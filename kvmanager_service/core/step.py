@@ -134,9 +134,11 @@ class StepResult:
         computed_upto: one sequence length per row.
         logprobs: by sample index, for rows that asked.
         errors: by row index, rows that failed alone.
+        compute_us: how long the step computed, in microseconds, its copies included; 0 where nobody measured.
+        copy_us: how long its copies took.
     """
 
-    __slots__ = ("computed_upto", "errors", "logprobs", "sampled", "step_id")
+    __slots__ = ("compute_us", "computed_upto", "copy_us", "errors", "logprobs", "sampled", "step_id")
 
     def __init__(
         self,
@@ -145,12 +147,17 @@ class StepResult:
         computed_upto: list[int],
         logprobs: dict[int, TokenLogprobs] | None = None,
         errors: dict[int, RowFailedError] | None = None,
+        *,
+        compute_us: int = 0,
+        copy_us: int = 0,
     ) -> None:
         self.step_id = step_id
         self.sampled = sampled
         self.computed_upto = computed_upto
         self.logprobs = logprobs or {}
         self.errors = errors or {}
+        self.compute_us = compute_us
+        self.copy_us = copy_us
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ __all__ = [
     "Port",
     "RestartExecutor",
     "StateDir",
+    "SwapSpace",
     "Verbose",
 ]
 
@@ -60,6 +61,10 @@ MemoryLimit = Annotated[
 GpuMemoryUtilization = Annotated[
     float | None,
     typer.Option("--gpu-memory-utilization", help="Share of that memory to use, 0 to 1.", rich_help_panel=_EXECUTOR),
+]
+SwapSpace = Annotated[
+    str | None,
+    typer.Option("--swap-space", help="Host memory for swapped blocks, such as 4GiB.", rich_help_panel=_EXECUTOR),
 ]
 NumBlocksOverride = Annotated[
     int | None,

@@ -132,9 +132,9 @@ def until(condition: Callable[[], bool], what: str) -> None:
 def test_up_is_ready_then_stops_in_order_on_interrupt(tmp_path: Path, running: list[Up]) -> None:
     up = Up(
         tmp_path, "--backend", "sim", "--port", "0", "--json", "--block-size", "8", "--max-model-len", "64",
-        "--num-blocks-override", "9", "--memory-limit", "1GiB", "--max-num-seqs", "3", "--policy", "priority",
-        "--drain-seconds", "20", "--manager-arg=--queue-ahead=false", "--executor-arg=--num-threads",
-        "--executor-arg=1",
+        "--num-blocks-override", "9", "--memory-limit", "1GiB", "--swap-space", "64KiB", "--max-num-seqs", "3",
+        "--policy", "priority", "--drain-seconds", "20", "--manager-arg=--queue-ahead=false",
+        "--executor-arg=--num-threads", "--executor-arg=1",
     )  # fmt: skip
     running.append(up)
 
@@ -155,8 +155,8 @@ def test_up_is_ready_then_stops_in_order_on_interrupt(tmp_path: Path, running: l
     ]  # fmt: skip
     assert up.arguments_of("executor") == [
         "--manager", f"localhost:{port}", "--port", "0", "--log-format", "json", "--exit-with-parent", "--backend",
-        "sim", "--memory-limit", "1GiB", "--num-blocks-override", "9", "--block-size", "8", "--max-model-len", "64",
-        "--num-threads", "1",
+        "sim", "--memory-limit", "1GiB", "--swap-space", "64KiB", "--num-blocks-override", "9", "--block-size", "8",
+        "--max-model-len", "64", "--num-threads", "1",
     ]  # fmt: skip
     assert '"model_loaded"' in (tmp_path / "state" / "executor.log").read_text()
 

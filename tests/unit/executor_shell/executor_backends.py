@@ -65,10 +65,10 @@ class BrokenBackend(HeldBackend):
             raise self.load_error
         return super().load()
 
-    def initialize_kv_cache(self, num_blocks: int) -> None:
+    def initialize_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         if self.allocate_error is not None:
             raise self.allocate_error
-        super().initialize_kv_cache(num_blocks)
+        super().initialize_kv_cache(num_blocks, num_host_blocks)
 
     def execute(self, batch: StepBatch) -> StepResult:
         if batch.step_id in self.step_errors:

@@ -16,6 +16,7 @@ def make_limits(**values):
     defaults = {
         "kv_epoch": 1,
         "num_blocks": 20,
+        "num_host_blocks": 3,
         "block_size": 4,
         "vocab_size": 100,
         "max_model_len": 40,

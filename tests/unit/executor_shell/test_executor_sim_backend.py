@@ -25,7 +25,9 @@ class Sim:
         info = self.backend.load()
         self.backend.initialize_kv_cache(num_blocks)
         sampling = SamplingParser(vocab_size, info.max_logprobs)
-        self.limits = StepLimits(1, num_blocks, block_size, vocab_size, info.max_model_len, 1, 10_000, 1_000, sampling)
+        self.limits = StepLimits(
+            1, num_blocks, 0, block_size, vocab_size, info.max_model_len, 1, 10_000, 1_000, sampling
+        )
 
     def run(self, *rows):
         request = make_step(1, 1, rows, block_size=self.block_size)

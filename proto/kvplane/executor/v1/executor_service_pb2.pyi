@@ -274,7 +274,7 @@ class ProfileMemoryRequest(google.protobuf.message.Message):
     max_num_batched_tokens: builtins.int
     """max_num_batched_tokens is the most tokens a step will have. At least 1."""
     max_num_seqs: builtins.int
-    """max_num_seqs is the most rows a step will have. At least 1."""
+    """max_num_seqs is the most rows, and the most samples, a step will have. At least 1."""
     def __init__(
         self,
         *,
@@ -288,8 +288,9 @@ Global___ProfileMemoryRequest: typing_extensions.TypeAlias = ProfileMemoryReques
 
 @typing.final
 class ProfileMemoryResponse(google.protobuf.message.Message):
-    """ProfileMemoryResponse shows every term of
-    available = utilization * total - peak, num_blocks = available / bytes_per_block. All sizes are bytes.
+    """ProfileMemoryResponse shows every term of available = utilization * total - peak - host,
+    num_blocks = available / bytes_per_block. host is num_host_blocks * bytes_per_block where host blocks lie in the same
+    memory as the cache, that is on a CPU, and 0 elsewhere. All sizes are bytes.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -350,7 +351,7 @@ class InitializeKvCacheRequest(google.protobuf.message.Message):
     num_blocks: builtins.int
     """num_blocks is the number of blocks, the null block (id 0) included: 2 to ProfileMemoryResponse.num_blocks."""
     num_host_blocks: builtins.int
-    """num_host_blocks is the number of host blocks: 0 to ProfileMemoryResponse.num_host_blocks."""
+    """num_host_blocks is the number of host blocks: 0 to ProfileMemoryResponse.num_host_blocks. They hold nothing yet."""
     def __init__(
         self,
         *,
@@ -553,7 +554,9 @@ Global___BlockTables: typing_extensions.TypeAlias = BlockTables
 
 @typing.final
 class SamplingBatch(google.protobuf.message.Message):
-    """SamplingBatch describes the S rows that produce a token in this step."""
+    """SamplingBatch describes the S samples of this step, each of which produces a token. S is at most max_num_seqs as
+    profiled.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -565,7 +568,7 @@ class SamplingBatch(google.protobuf.message.Message):
     @property
     def rows(self) -> kvplane.common.v1.common_pb2.Int32Array:
         """rows has S values: the rows that sample after their last token, never falling. A row may sample more than once: its
-        sequence is forked there, and each branch has its own parameters and seed.
+        sequence is forked there, and each branch has its own parameters and seed. A row that fails fails for all of them.
         """
 
     @property
