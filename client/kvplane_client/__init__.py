@@ -61,6 +61,7 @@ from kvplane_client.types import (
     TokenLogprob,
     TokenLogprobs,
     Usage,
+    branch_seed,
 )
 
 __all__ = [
@@ -116,4 +117,5 @@ __all__ = [
     "UnavailableError",
     "Usage",
     "__version__",
+    "branch_seed",
 ]

@@ -21,7 +21,7 @@ from array import array
 from collections import deque
 from typing import Final
 
-from kvmanager_service.core.errors import BadResultError, CoreError, PoolInUseError
+from kvmanager_service.core.errors import BadResultError, CoreError, InvalidRequestError, PoolInUseError
 from kvmanager_service.core.kv_cache_coordinator import KVCache
 from kvmanager_service.core.pool_limit import has_outgrown, outgrown_error, require_fit
 from kvmanager_service.core.request import (
@@ -84,6 +84,49 @@ class Scheduler:
         require_fit(self.kv, request)
         self.book.add(request)
         return request
+
+    def fork(self, parent_id: str, new: NewRequest) -> Request:
+        """Accept a request that begins with tokens of another one: for searches that branch as they go.
+
+        What is computed of them, and acknowledged, is shared and not computed again. Without a place to run at once, or
+        when the parent waits, the request is one like any other, and waits for what the prefix cache has.
+
+        Args:
+            parent_id: a waiting or running request.
+            new: its tokens, prompt and resumed ones, begin with those of the parent that are shared: all that are known
+                but the last, or as many as it has but one. What else decides their K/V is the same.
+
+        Raises:
+            UnknownRequestError: the parent has ended.
+            InvalidRequestError: the tokens, or what else decides their K/V, are others, or the parent's tables do not
+                hold them any more; or as `add_request` does, as all other errors are.
+        """
+        parent = self.book.known(parent_id)
+        request = self.book.new_request(new)
+        require_fit(self.kv, request)
+        num_shared = min(self._acknowledged(parent), request.num_tokens - 1)
+        shares = num_shared > 0 and self.book.has_room(request)
+        if shares:
+            try:
+                self.kv.fork(parent, request, num_shared)
+            except ValueError as error:
+                raise InvalidRequestError("NOT_A_FORK", str(error), parent_id=parent_id) from error
+        self.book.add(request)
+        if shares:
+            self.book.start(request)
+            self._admitted(request)
+        return request
+
+    def _acknowledged(self, request: Request) -> int:
+        """How many of a request's tokens are known to be computed."""
+        for step in self.outstanding:
+            for row in step.rows:
+                if row.request is request and row.incarnation == request.incarnation:
+                    return row.start
+            for branch in step.branches:
+                if branch.request is request and branch.incarnation == request.incarnation:
+                    return branch.row.start
+        return request.num_computed_tokens
 
     def abort(self, request_id: str) -> None:
         """End a request with all its branches, or one branch, wherever it stands; its blocks are free on return.
@@ -214,13 +257,17 @@ class Scheduler:
             return False
         self.book.start(request)
         if not request.was_admitted:
-            request.was_admitted = True
-            self.waiting.charge_input(request)
-            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+            self._admitted(request)
             if self.kv.enable_caching:
                 self.stats.prefix_queries += request.num_prompt_tokens
                 self.stats.prefix_hits += request.num_cached_tokens
         return True
+
+    def _admitted(self, request: Request) -> None:
+        """A request runs for the first time; its table holds what was there of it."""
+        request.was_admitted = True
+        self.waiting.charge_input(request)
+        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
 
     def _fork_followers(self, plan: StepPlan) -> None:
         """The rows that sample their request's first token do so for its followers, too: these run from here."""
@@ -232,9 +279,8 @@ class Scheduler:
                 self.kv.fork(leader, follower, row.stop)
                 self.book.fork(follower)
                 plan.branch(row, follower)
-                follower.was_admitted = True
+                self._admitted(follower)
                 follower.num_cached_tokens = leader.num_cached_tokens
-                self.waiting.charge_input(follower)
 
     # --- blocks run short -----------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Annotated, Any, cast
 
 import typer
@@ -39,6 +40,8 @@ Examples:
   kvplane generate "Hello" --json | jq -r .text          (one JSON object a chunk)
 
   kvplane generate "Hello" --json --no-stream | jq .usage (one JSON object in all)
+
+  kvplane generate "Once upon a time" -N 3 -n 40         (three outputs; the prompt is computed once)
 """
 
 
@@ -50,6 +53,9 @@ def generate(
     token_ids: Annotated[str | None, typer.Option("--token-ids", help='Prompt as token ids, such as "1,2,3".')] = None,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print pieces as they come.")] = True,
     usage: Annotated[bool, typer.Option("--usage", help="Print token counts and finish reason on stderr.")] = False,
+    num_outputs: Annotated[
+        int, typer.Option("--num-outputs", "-N", min=1, help="Outputs for the prompt, each shown when it is complete.")
+    ] = 1,
     temperature: opt.Temperature = None,
     top_k: opt.TopK = None,
     top_p: opt.TopP = None,
@@ -118,12 +124,16 @@ def generate(
         tenant=tenant,
         request_id=request_id,
         deadline=deadline,
+        n=num_outputs if num_outputs > 1 else None,
     )
     with (
         generation_session(server, as_json=as_json, wait=wait) as (client, model),
         client.stream(full_prompt, **options) as output,
     ):
-        last = stream_out(output, as_json=as_json, stream=stream, as_ids=not model.has_tokenizer)
+        if num_outputs > 1:
+            last = outputs_out(output, num_outputs, as_json=as_json, stream=stream, as_ids=not model.has_tokenizer)
+        else:
+            last = stream_out(output, as_json=as_json, stream=stream, as_ids=not model.has_tokenizer)
     if usage and last is not None:
         _print_usage(last)
     if last is not None and last.finish_reason is FinishReason.ABORT:
@@ -173,6 +183,39 @@ def stream_out(output: SyncGenerationStream, *, as_json: bool, stream: bool, as_
     if not as_json and not ends_line:
         write_text("\n")
     return last
+
+
+def outputs_out(
+    output: SyncGenerationStream, num_outputs: int, *, as_json: bool, stream: bool, as_ids: bool = False
+) -> Chunk | None:
+    """Prints several outputs, each when it is complete, and returns the last chunk: its usage is that of all of them.
+
+    Args:
+        output: The outputs.
+        num_outputs: How many there are.
+        as_json: Print JSON: pieces as they come, or whole outputs.
+        stream: With JSON, print pieces.
+        as_ids: Print token ids in place of text.
+    """
+    builders = [CompletionBuilder() for _ in range(num_outputs)]
+    last, completion_tokens = None, 0
+    for chunk in output:
+        builders[chunk.index].add(chunk)
+        last = chunk
+        if as_json and stream:
+            print_json(chunk)
+        if chunk.finish_reason is None:
+            continue
+        completion = builders[chunk.index].build()
+        completion_tokens += completion.usage.completion_tokens
+        if as_json and not stream:
+            print_json(completion)
+        elif not as_json:
+            text = _shown(completion, as_ids)
+            write_text(f"[{chunk.index}] {text}" + ("" if text.endswith("\n") else "\n"))
+    if last is None or last.usage is None:
+        return last
+    return replace(last, usage=replace(last.usage, completion_tokens=completion_tokens))
 
 
 def _shown(piece: Chunk | Completion, as_ids: bool) -> str:
