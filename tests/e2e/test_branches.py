@@ -1,4 +1,4 @@
-"""Several outputs for one prompt, on real processes: each is that of a request of its own, and nothing is computed twice."""
+"""Several outputs for one prompt, on real processes: each is that of a request of its own, none is computed twice."""
 
 from __future__ import annotations
 
