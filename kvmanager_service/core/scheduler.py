@@ -8,6 +8,9 @@ blocks, `Suspects` who may be what breaks it.
                       ▲                         │
                       └──── preempt ◀───────────┘
 
+A request with branches runs as one sequence, its leader, until the row that samples its first token samples once for
+each: there the others, its followers, are forked from it. They wait in no queue; places to run are kept for them.
+
 A request has no phases beyond that: it has tokens, known or being sampled, and it has computed some of them. A step
 computes the next ones. Prefill, chunked prefill, decode and recomputation are all this one thing.
 
@@ -77,8 +80,8 @@ class Scheduler:
         Raises:
             DuplicateRequestError: the id is waiting or running.
             QueueFullError: max_waiting requests wait.
-            InvalidRequestError: the known sequence and one more token can never fit the pool, or what is said of an
-                adapter or of spans of the prompt cannot be.
+            InvalidRequestError: the known sequence and one more token can never fit the pool, there are more branches
+                than may run together, or what is said of an adapter or of spans of the prompt cannot be.
         """
         request = self.book.new_request(new)
         require_fit(self.kv, request)

@@ -97,7 +97,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("length", [1, 16, 37])
 async def test_outputs_of_a_torch_model_equal_requests_of_their_own(served: ModelCluster, length: int) -> None:
     prompt = prompt_of(length, 3)
-    options = GenerateOptions(temperature=1.0, max_tokens=40, ignore_eos=True, repetition_penalty=1.2)
+    options = GenerateOptions(temperature=1.0, max_tokens=40, ignore_eos=True, repetition_penalty=1.2, logprobs=2)
     async with served.client(retry=NO_RETRY) as client:
         before = await settled(client)
         outputs = await client.stream(prompt, n=5, seed=11, **options).completions()
@@ -106,4 +106,7 @@ async def test_outputs_of_a_torch_model_equal_requests_of_their_own(served: Mode
         alone = [await client.generate(prompt, seed=branch_seed(11, index), **options) for index in range(5)]
     assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
     assert len({output.token_ids for output in outputs}) == 5
+    for output, own in zip(outputs, alone, strict=True):
+        for entry, expected in zip(output.logprobs, own.logprobs, strict=True):
+            assert entry.logprob == pytest.approx(expected.logprob, abs=1e-4)
     assert after.tokens_computed - before.tokens_computed == length + 5 * 39
