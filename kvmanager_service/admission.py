@@ -11,7 +11,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
@@ -28,7 +28,15 @@ from kvmanager_service.text_model import INLINE_TURNS, TextModel
 
 __all__ = ["Admission"]
 
-_Sink = TypeVar("_Sink", bound=OutputSink)
+
+class BranchingSink(OutputSink, Protocol):
+    """Where the first output of a request goes; it makes the sinks of the others."""
+
+    def branch(self, stream: RequestStream) -> OutputSink:
+        """Return the sink of one more output of the request."""
+
+
+_Sink = TypeVar("_Sink", bound=BranchingSink)
 
 INLINE_RESUMED = 2_000
 """Resumed tokens that are detokenised on the loop (under 5 ms); more go to a thread."""
@@ -66,7 +74,7 @@ class Admission:
 
         Args:
             request: as received.
-            make_sink: called with the request's stream right before it is submitted; makes the sink for its output.
+            make_sink: called with the stream of the first output right before the request is submitted; makes its sink.
 
         Returns:
             The sink that was made.
@@ -89,10 +97,13 @@ class Admission:
             arrival_time=arrival_time,
             isolate_tenants=self._isolate_tenants,
         )
-        text = None if model.text is None else await _output_text(request, new, model.text)
-        stream = RequestStream(new.request_id, len(prompt), text, num_resumed=len(request.resume_token_ids.ids))
-        sink = make_sink(stream)
-        self._engine.submit(new, sink)
+        streams = []
+        for index in range(1 + len(new.branches)):
+            text = None if model.text is None else await _output_text(request, new, model.text)
+            num_resumed = len(request.resume_token_ids.ids)
+            streams.append(RequestStream(new.request_id, len(prompt), text, num_resumed=num_resumed, index=index))
+        sink = make_sink(streams[0])
+        self._engine.submit(new, sink, *map(sink.branch, streams[1:]))
         return sink
 
 

@@ -187,8 +187,8 @@ class Engine(Protocol):
     def check_open(self) -> None:
         """Raise what `submit` would raise for any request at all: UnavailableError or QueueFullError."""
 
-    def submit(self, request: NewRequest, sink: OutputSink) -> None:
-        """Accept a request.
+    def submit(self, request: NewRequest, sink: OutputSink, *branch_sinks: OutputSink) -> None:
+        """Accept a request; each of its branches has a sink of its own.
 
         Raises:
             InvalidRequestError: it can never fit.
@@ -198,7 +198,7 @@ class Engine(Protocol):
         """
 
     def abort(self, request_id: str) -> None:
-        """End a waiting or running request; its blocks are free within a step.
+        """End a waiting or running request with its branches, or a branch alone; its blocks are free within a step.
 
         Raises:
             UnknownRequestError: no such request is waiting or running.

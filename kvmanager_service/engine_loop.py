@@ -75,11 +75,11 @@ class EngineLoop:
         self._require_serving()
         self._books().book.check_queue()
 
-    def submit(self, request: NewRequest, sink: OutputSink) -> None:
+    def submit(self, request: NewRequest, sink: OutputSink, *branch_sinks: OutputSink) -> None:
         """See `engine_api.Engine.submit`."""
         self._require_serving()
         with self._kept_books():
-            self._steps.submit(request, sink)
+            self._steps.submit(request, sink, *branch_sinks)
 
     def abort(self, request_id: str) -> None:
         """See `engine_api.Engine.abort`. The request's blocks are free when this returns."""

@@ -42,7 +42,7 @@ def engine_stats(uptime_seconds: float, state: ManagerState, scheduler: Schedule
             cached_blocks=pool.num_cached_blocks,
             kv_epoch=kv_epoch,
         ),
-        requests_waiting=len(scheduler.waiting),
+        requests_waiting=len(scheduler.waiting) + scheduler.book.num_followers,
         requests_running=len(scheduler.running),
         requests_finished=dict(scheduler.book.num_finished),
         steps=stats.steps,

@@ -1,7 +1,7 @@
 """Where output waits between the engine's step and the wire.
 
 Station: the engine pushes (synchronously, once per step and request), the inference servicer reads. `OutputStream`
-sends one request's output as a Generate call, `ManyStream` that of many requests as one GenerateMany call.
+sends one request's outputs as a Generate call, `ManyStream` those of many requests as one GenerateMany call.
 
 A reader that is slow, or not scheduled yet, finds everything since its last read merged into one message. So a push
 never waits, what is pending is bounded by the request's max_tokens, and all pushes of one step (during which no reader
@@ -11,11 +11,12 @@ runs) make one message.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
 from kvmanager_service.core.request import RequestOutput
-from kvmanager_service.engine_api import StopMatch
+from kvmanager_service.engine_api import OutputSink, StopMatch
 from kvmanager_service.errors import to_status
 from kvmanager_service.pacer import Pacer
 from kvmanager_service.request_stream import RequestStream
@@ -27,8 +28,21 @@ MAX_UNREAD = 4_000
 """Requests whose output or error a GenerateMany reader may leave unread before no more orders of it are taken."""
 
 
+class _BranchSink:
+    """The sink of one more output of an `OutputStream`."""
+
+    __slots__ = ("_output", "_stream")
+
+    def __init__(self, output: OutputStream, stream: RequestStream) -> None:
+        self._output = output
+        self._stream = stream
+
+    def push(self, output: RequestOutput) -> StopMatch | None:
+        return self._output.take_in(self._stream, output)
+
+
 class OutputStream:
-    """The output of one Generate call: an `OutputSink` for the engine, an async iterator for the servicer.
+    """The outputs of one Generate call: an `OutputSink` for the engine, an async iterator for the servicer.
 
     Between two messages lies the pace of `pacer`, so that many streams do not drown the loop in small messages; the
     first message and the last do not wait.
@@ -36,16 +50,42 @@ class OutputStream:
 
     def __init__(self, stream: RequestStream, pacer: Pacer) -> None:
         self.stream = stream
+        self._pending: dict[RequestStream, None] = {}
+        self._num_open = 1
+        self._error: Exception | None = None
         self._pacer = pacer
         self._resting = False
         self._ready = asyncio.Event()
 
+    @property
+    def finished(self) -> bool:
+        """Whether every output has had its last push."""
+        return not self._num_open
+
+    def branch(self, stream: RequestStream) -> OutputSink:
+        """Return the sink of one more output of the request, which is about to be submitted."""
+        self._num_open += 1
+        return _BranchSink(self, stream)
+
     def push(self, output: RequestOutput) -> StopMatch | None:
         """Take what a step brought and wake the reader."""
-        match = self.stream.absorb(output)
-        if not self._resting or self.stream.finished:
+        return self.take_in(self.stream, output)
+
+    def take_in(self, stream: RequestStream, output: RequestOutput) -> StopMatch | None:
+        """Take what a step brought of one output and wake the reader."""
+        match = stream.absorb(output)
+        if stream.has_output:
+            self._pending[stream] = None
+        if stream.finished:
+            self._num_open -= 1
+            self._error = self._error or stream.error
+        if not self._resting or self._is_over:
             self._ready.set()
         return match
+
+    @property
+    def _is_over(self) -> bool:
+        return not self._num_open or self._error is not None
 
     def __aiter__(self) -> OutputStream:
         """Iterate once; there is one reader."""
@@ -58,16 +98,17 @@ class OutputStream:
             StopAsyncIteration: the last message was returned.
             CoreError: what the request failed with.
         """
-        stream = self.stream
-        while not stream.has_output or (self._resting and not stream.finished):
-            if stream.error is not None:
-                raise stream.error
-            if stream.finished:
+        while not self._pending or (self._resting and not self._is_over):
+            if self._error is not None:
+                raise self._error
+            if not self._num_open:
                 raise StopAsyncIteration
             self._ready.clear()
             await self._ready.wait()
+        stream = next(iter(self._pending))
+        del self._pending[stream]
         rest = self._pacer.rest_s
-        if rest and not stream.finished:
+        if rest and not self._pending and not self._is_over:
             self._resting = True
             asyncio.get_running_loop().call_later(rest, self._rested)
         return stream.take()
@@ -78,25 +119,45 @@ class OutputStream:
 
 
 class _ManySink:
-    """The sink of one request of a `ManyStream`."""
+    """The sink of one output of a request of a `ManyStream`.
 
-    __slots__ = ("_many", "stream")
+    Attributes:
+        stream: the output's.
+        streams: those of all outputs of the request.
+    """
 
-    def __init__(self, many: ManyStream, stream: RequestStream) -> None:
+    __slots__ = ("_many", "stream", "streams")
+
+    def __init__(self, many: ManyStream, stream: RequestStream, streams: list[RequestStream]) -> None:
         self._many = many
         self.stream = stream
+        self.streams = streams
+        streams.append(stream)
+
+    def branch(self, stream: RequestStream) -> _ManySink:
+        """Return the sink of one more output of the request, which is about to be submitted."""
+        return _ManySink(self._many, stream, self.streams)
 
     def push(self, output: RequestOutput) -> StopMatch | None:
+        if len(self.streams) > 1 and any(stream.error is not None for stream in self.streams):
+            return None  # the client was told that the request is over
         match = self.stream.absorb(output)
         self._many.wake(self.stream)
+        if self.stream.error is not None and not all(stream.finished for stream in self.streams):
+            self._many.abandon(self.stream.request_id)
         return match
 
 
 class ManyStream:
-    """The outputs of one GenerateMany call: a sink for each request, and an async iterator for the servicer."""
+    """The outputs of one GenerateMany call: a sink for each request, and an async iterator for the servicer.
 
-    def __init__(self) -> None:
-        self._open: dict[str, RequestStream] = {}
+    Args:
+        abandon: called with the id of a request of which one output has failed and others go on, to end these.
+    """
+
+    def __init__(self, abandon: Callable[[str], None]) -> None:
+        self.abandon = abandon
+        self._open: dict[str, int] = {}
         self._pending: dict[RequestStream, None] = {}
         self._errors: list[pb.RequestError] = []
         self._failure: Exception | None = None
@@ -112,12 +173,12 @@ class ManyStream:
 
     def sink(self, stream: RequestStream) -> _ManySink:
         """Return the sink for a request that is about to be submitted."""
-        return _ManySink(self, stream)
+        return _ManySink(self, stream, [])
 
-    def opened(self, stream: RequestStream) -> None:
-        """Note that a request was accepted, so that the call lasts until it has finished."""
-        if not stream.finished:
-            self._open[stream.request_id] = stream
+    def opened(self, *streams: RequestStream) -> None:
+        """Note that a request with these outputs was accepted, so that the call lasts until it has finished."""
+        if num_open := sum(not stream.finished for stream in streams):
+            self._open[streams[0].request_id] = num_open
 
     def fail(self, request_id: str, error: Exception) -> None:
         """Send an error for one request."""
@@ -141,8 +202,10 @@ class ManyStream:
     def wake(self, stream: RequestStream) -> None:
         """Note that a request has output, and wake the reader."""
         self._pending[stream] = None
-        if stream.finished:
-            self._open.pop(stream.request_id, None)
+        if stream.finished and stream.request_id in self._open:
+            self._open[stream.request_id] -= 1
+            if not self._open[stream.request_id] or stream.error is not None:
+                del self._open[stream.request_id]
         self._ready.set()
 
     def __aiter__(self) -> ManyStream:

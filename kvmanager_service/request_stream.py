@@ -1,4 +1,4 @@
-"""One request's output on its way from the engine's step to the wire.
+"""One output of a request on its way from the engine's step to the wire.
 
 Station: made by `admission`; written by the sink of an `output_stream`, which also takes from it. What was pushed since
 the last take is merged into one message.
@@ -24,7 +24,7 @@ FINISH_REASONS = {
 
 
 class RequestStream:
-    """One request's output: what was pushed and not yet taken.
+    """One output of a request: what was pushed and not yet taken.
 
     Attributes:
         request_id: the request.
@@ -36,6 +36,7 @@ class RequestStream:
         "_cached_tokens",
         "_completion_tokens",
         "_finish_reason",
+        "_index",
         "_logprobs",
         "_prompt_tokens",
         "_started",
@@ -48,9 +49,12 @@ class RequestStream:
         "request_id",
     )
 
-    def __init__(self, request_id: str, prompt_tokens: int, text: OutputText | None, num_resumed: int = 0) -> None:
-        """Start a stream; `text` None means that no text is made."""
+    def __init__(
+        self, request_id: str, prompt_tokens: int, text: OutputText | None, num_resumed: int = 0, index: int = 0
+    ) -> None:
+        """Start a stream; `text` None means that no text is made, `index` is which of a request's outputs it is."""
         self.request_id = request_id
+        self._index = index
         self.finished = False
         self.error: Exception | None = None
         self._text = text
@@ -94,7 +98,10 @@ class RequestStream:
     def take(self) -> pb.GenerateResponse:
         """Return everything pending as one message."""
         response = pb.GenerateResponse(
-            request_id=self.request_id, text="".join(self._text_parts), token_ids=self._token_ids
+            request_id=self.request_id,
+            text="".join(self._text_parts),
+            token_ids=self._token_ids,
+            index=self._index,
         )
         self._token_ids, self._text_parts = [], []
         if self._logprobs:

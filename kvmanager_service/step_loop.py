@@ -73,10 +73,12 @@ class StepLoop:
         """Look for work: a result has come, or a request."""
         self._wake.set()
 
-    def submit(self, request: NewRequest, sink: OutputSink) -> None:
+    def submit(self, request: NewRequest, sink: OutputSink, *branch_sinks: OutputSink) -> None:
         """See `engine_api.Engine.submit`."""
         self._books().add_request(request)
         self._sinks[request.request_id] = sink
+        for (branch_id, _), branch_sink in zip(request.branches, branch_sinks, strict=True):
+            self._sinks[branch_id] = branch_sink
         self._wake.set()
 
     def abort(self, request_id: str) -> None:
@@ -94,8 +96,8 @@ class StepLoop:
     def fail_all(self, error: CoreError) -> None:
         """End every request with an error."""
         scheduler = self._books()
-        for request in list(scheduler.requests.values()):
-            scheduler.fail(request.request_id, error)
+        while scheduler.requests:  # one may end others that were to be forked from it
+            scheduler.fail(next(iter(scheduler.requests)), error)
         self._publish()
 
     def end_streams(self, error: CoreError) -> None:

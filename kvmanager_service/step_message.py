@@ -125,6 +125,12 @@ def _build_sampling(rows: list[ScheduledRow]) -> pb.SamplingBatch:
         sampling_rows.append(index)
         params_index.append(place)
         seeds.append(request.seed)
+        for branch in row.branches or ():  # of one request with this row's: parameters and tokens are the same
+            if sampling.has_penalty:
+                penalised.append((len(sampling_rows), branch.request))
+            sampling_rows.append(index)
+            params_index.append(place)
+            seeds.append(branch.request.seed)
     batch = pb.SamplingBatch(rows=_int32(sampling_rows), params=params, params_index=_int32(params_index), seeds=seeds)
     if penalised:
         batch.penalties.CopyFrom(_build_penalties(penalised))

@@ -75,6 +75,7 @@ from kvplane_client.types import (
     TokenLogprob,
     TokenLogprobs,
     Usage,
+    branch_seed,
 )
 
 __all__ = [
@@ -143,4 +144,5 @@ __all__ = [
     "UnavailableError",
     "Usage",
     "__version__",
+    "branch_seed",
 ]

@@ -35,7 +35,8 @@ class ResumableRequest:
     Attributes:
         request_id: The id users know.
         wire_id: The id of the current attempt.
-        finished: The last piece has arrived.
+        finished: The last piece of every output has arrived.
+        num_outputs: How many outputs it has.
     """
 
     def __init__(self, request: pb.GenerateRequest) -> None:
@@ -43,6 +44,8 @@ class ResumableRequest:
         self._token_ids: list[int] = []
         self._usage: Usage | None = None
         self._renamed = 0
+        self._num_open = max(1, request.n)
+        self.num_outputs = self._num_open
         self.request_id = request.request_id
         self.wire_id = request.request_id
         self.finished = False
@@ -65,7 +68,8 @@ class ResumableRequest:
         """
         self._token_ids.extend(response.token_ids)
         finish_reason = finish_reason_from(response.finish_reason)
-        self.finished = finish_reason is not None
+        self._num_open -= finish_reason is not None
+        self.finished = not self._num_open
         return Chunk(
             request_id=self.request_id,
             text=response.text,
@@ -73,8 +77,14 @@ class ResumableRequest:
             logprobs=logprobs_from(response),
             finish_reason=finish_reason,
             stop_match=stop_match_from(response),
-            usage=self._usage_of(response),
+            usage=self._usage_of(response, is_last=finish_reason is not None),
+            index=response.index,
         )
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another attempt continues what has arrived: of several outputs nothing may have."""
+        return self.num_outputs == 1 or self._usage is None
 
     def prepare_retry(self, error: KvPlaneError) -> None:
         """Makes ``attempt()`` the one that follows a failure.
@@ -88,14 +98,17 @@ class ResumableRequest:
             suffix = f"~{self._renamed}"
             self.wire_id = self.request_id[: _MAX_ID_LENGTH - len(suffix)] + suffix
 
-    def _usage_of(self, response: pb.GenerateResponse) -> Usage | None:
+    def _usage_of(self, response: pb.GenerateResponse, *, is_last: bool) -> Usage | None:
         if not response.HasField("usage"):
             return None
         usage = usage_from(response.usage)
+        if self.num_outputs > 1:  # never resumed once it has begun
+            self._usage = usage
+            return usage
         first = self._usage
         self._usage = first or usage
         if first is None:
             return usage
-        if not self.finished:
+        if not is_last:
             return None
         return Usage(usage.prompt_tokens, usage.completion_tokens, first.cached_tokens)

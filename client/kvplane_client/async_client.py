@@ -25,7 +25,7 @@ from kvplane_client._readiness import wait_until_ready
 from kvplane_client._request_builder import build_request
 from kvplane_client._resumable import ResumableRequest
 from kvplane_client._stubs import Stubs, task_is_cancelled
-from kvplane_client.errors import KvPlaneError, RequestCancelledError, error_from_rpc
+from kvplane_client.errors import InvalidArgumentError, KvPlaneError, RequestCancelledError, error_from_rpc
 from kvplane_client.kv_events import KvEventBatch
 from kvplane_client.manager_types import BlockFilter, BlockInfo, BlockTrace, ExecutorInfo, Model, RequestInfo, Stats
 from kvplane_client.many import ManyStream
@@ -110,11 +110,13 @@ class AsyncClient:
 
         Args:
             prompt: Text, token ids or a conversation.
-            **options: See :class:`GenerateOptions`.
+            **options: See :class:`GenerateOptions`; for several outputs there is ``stream(...).completions()``.
 
         Raises:
+            InvalidArgumentError: n is above 1.
             KvPlaneError: The request failed.
         """
+        _require_one_output(options)
         async with self.stream(prompt, **options) as stream:
             return await stream.completion()
 
@@ -138,7 +140,9 @@ class AsyncClient:
 
         Raises:
             ValueError: max_in_flight is below 1.
+            InvalidArgumentError: n is above 1; submit such requests to ``many()``.
         """
+        _require_one_output(options)
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight: expected at least 1, got {max_in_flight}")
         seconds = options.pop("deadline", None)
@@ -358,3 +362,11 @@ class AsyncClient:
                 if task_is_cancelled():
                     raise
                 raise RequestCancelledError("the client was closed during the call") from None
+
+
+def _require_one_output(options: GenerateOptions) -> None:
+    if (options.get("n") or 1) > 1:
+        raise InvalidArgumentError(
+            f"n: expected 1 where one completion is returned, got {options['n']}; use stream(...).completions()",
+            metadata={"parameter": "n"},
+        )

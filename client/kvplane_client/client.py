@@ -65,6 +65,10 @@ class SyncGenerationStream:
         """Waits for the end and returns everything not yet taken from the stream."""
         return self._calls.wait(self._stream.completion)
 
+    def completions(self) -> list[Completion]:
+        """Waits for the end and returns everything not yet taken from the stream, output by output."""
+        return self._calls.wait(self._stream.completions)
+
     def close(self) -> None:
         """Ends the stream, and the request if it is unfinished."""
         self._calls.wait(self._stream.aclose)

@@ -28,6 +28,7 @@ class ManyRequest:
         self._on_abort = on_abort
         self._items: asyncio.Queue[Chunk | KvPlaneError] = asyncio.Queue()
         self._over = False
+        self._num_open = state.num_outputs
         self.state = state
         self.retry = retry
         self.request_id = state.request_id
@@ -51,19 +52,28 @@ class ManyRequest:
         if isinstance(item, KvPlaneError):
             self._over = True
             raise item
-        self._over = item.finish_reason is not None
+        self._num_open -= item.finish_reason is not None
+        self._over = not self._num_open
         return item
 
     async def completion(self) -> Completion:
-        """Waits for the end and returns everything not yet taken.
+        """Waits for the end and returns everything of the first output not yet taken.
 
         Raises:
             KvPlaneError: The request failed.
         """
-        builder = CompletionBuilder()
+        return (await self.completions())[0]
+
+    async def completions(self) -> list[Completion]:
+        """Waits for the end and returns everything not yet taken, output by output.
+
+        Raises:
+            KvPlaneError: The request failed.
+        """
+        builders = [CompletionBuilder() for _ in range(self.state.num_outputs)]
         async for chunk in self:
-            builder.add(chunk)
-        return builder.build()
+            builders[chunk.index].add(chunk)
+        return [builder.build() for builder in builders]
 
     def abort(self) -> None:
         """Ends the request; a last chunk with finish_reason ABORT follows unless it was over already."""

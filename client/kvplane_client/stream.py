@@ -91,15 +91,23 @@ class GenerationStream:
         raise StopAsyncIteration
 
     async def completion(self) -> Completion:
-        """Waits for the end and returns everything not yet taken from the stream.
+        """Waits for the end and returns everything of the first output not yet taken from the stream.
 
         Raises:
             KvPlaneError: The request failed.
         """
-        builder = CompletionBuilder()
+        return (await self.completions())[0]
+
+    async def completions(self) -> list[Completion]:
+        """Waits for the end and returns everything not yet taken from the stream, output by output.
+
+        Raises:
+            KvPlaneError: The request failed.
+        """
+        builders = [CompletionBuilder() for _ in range(self._request.num_outputs)]
         async for chunk in self:
-            builder.add(chunk)
-        return builder.build()
+            builders[chunk.index].add(chunk)
+        return [builder.build() for builder in builders]
 
     async def abort(self) -> None:
         """Ends the request; the stream then delivers a last chunk with finish_reason ABORT.
@@ -130,6 +138,9 @@ class GenerationStream:
             # The output is complete; only the status of the call was lost.
             self._closed = True
             return
+        if not self._request.can_go_on:
+            self._closed = True
+            raise error
         try:
             await self._retry.pause_or_raise(error)
         except KvPlaneError:

@@ -22,6 +22,7 @@ __all__ = [
     "TokenLogprob",
     "TokenLogprobs",
     "Usage",
+    "branch_seed",
 ]
 
 
@@ -81,6 +82,10 @@ class GenerateOptions(TypedDict, total=False):
         include_stop: Keeps a matched stop string at the end of the text.
 
     Request:
+        n: How many outputs to produce for the prompt, 1 to 128; the prompt is computed once. Chunks say by ``index``
+            which output they are of. Output i is what a request of its own gets with :func:`branch_seed` of the seed
+            and i. A stream of several outputs that breaks after its first chunk is not resumed: it raises
+            UnavailableError.
         priority: Under the priority policy a lower value is served first.
         retention_priority: How long its blocks are worth keeping, -100 to 100; higher is longer. Only the manager's
             eviction policy "priority" asks for it.
@@ -108,6 +113,7 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
     include_stop: bool | None
+    n: int | None
     priority: int | None
     retention_priority: int | None
     cache_salt: str | None
@@ -161,9 +167,10 @@ class Chunk:
         text: The next piece of text; may be empty while the server holds some back.
         token_ids: The next tokens. Their text may come in a later chunk.
         logprobs: One entry for each of token_ids when they were asked for, else empty.
-        finish_reason: Set in the last chunk only.
-        stop_match: What ended the request when finish_reason is STOP.
-        usage: Set in the first and in the last chunk.
+        finish_reason: Set in the last chunk of an output only.
+        stop_match: What ended the output when finish_reason is STOP.
+        usage: Set in the first and in the last chunk of an output. The prompt's tokens are counted in each.
+        index: Which of the request's ``n`` outputs it is a piece of, from 0.
     """
 
     request_id: str
@@ -173,11 +180,12 @@ class Chunk:
     finish_reason: FinishReason | None = None
     stop_match: StopMatch = None
     usage: Usage | None = None
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The whole output of one request; the attributes are those of :class:`Chunk`, put together."""
+    """A whole output of a request; the attributes are those of :class:`Chunk`, put together."""
 
     request_id: str
     text: str
@@ -186,6 +194,15 @@ class Completion:
     finish_reason: FinishReason
     stop_match: StopMatch
     usage: Usage
+    index: int = 0
+
+
+SEED_STRIDE = 0x9E3779B97F4A7C15
+
+
+def branch_seed(seed: int, index: int) -> int:
+    """Returns the seed of output ``index`` of a request with several: a request of its own with it gets the same."""
+    return (seed + index * SEED_STRIDE) % 2**64
 
 
 class CompletionBuilder:
@@ -215,4 +232,5 @@ class CompletionBuilder:
             finish_reason=last.finish_reason,
             stop_match=last.stop_match,
             usage=last.usage,
+            index=last.index,
         )

@@ -108,15 +108,23 @@ class FairQueue(RequestQueue):
 
     def add(self, request: Request) -> None:
         """Queue at the end of its tenant's requests."""
-        account = self._accounts.get(request.tenant)
-        if account is None:
-            account = self._accounts[request.tenant] = TenantAccount(request.tenant)
-        elif not account.num_open:
-            del self._idle[request.tenant]
-        account.num_open += 1
+        account = self._open(request.tenant)
         self._enter(account)
         account.waiting[request.request_id] = request
         self._length += 1
+
+    def joined(self, request: Request) -> None:
+        """Its tenant has one more request, and nothing more to wait for."""
+        self._open(request.tenant)
+
+    def _open(self, tenant: str) -> TenantAccount:
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = TenantAccount(tenant)
+        elif not account.num_open:
+            del self._idle[tenant]
+        account.num_open += 1
+        return account
 
     def requeue(self, request: Request) -> None:
         """Queue at the front of its tenant's requests."""

@@ -1,11 +1,27 @@
-"""Sequences with a common beginning: who may share another's blocks.
+"""Sequences with a common beginning: who may share another's blocks, and what the branches of a request are called.
 
-Station: `KVCacheManager` and `KVCacheCoordinator` ask it before they let tables share blocks. It knows no block.
+Station: `KVCacheManager` and `KVCacheCoordinator` ask it before they let tables share blocks, whoever makes a request
+with branches names them by it. It knows no block.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 from kvmanager_service.core.request import Request
+
+SEED_STRIDE: Final = 0x9E3779B97F4A7C15
+"""2**64 divided by the golden ratio: the seeds of a request's branches lie far apart, and no two are the same."""
+
+
+def branch_seed(seed: int, index: int) -> int:
+    """The seed of a request's sequence `index`: a request of its own with it gets the same tokens. 0 has the seed."""
+    return (seed + index * SEED_STRIDE) % (1 << 64)
+
+
+def branch_id(request_id: str, index: int) -> str:
+    """The id of a request's sequence `index`; 0 has the request's."""
+    return f"{request_id}#{index}" if index else request_id
 
 
 def require_forkable(parent: Request, child: Request, num_tokens: int, block_size: int) -> None:

@@ -72,6 +72,7 @@ class NewRequest:
         spans: what stands behind prompt tokens, in order and without overlap.
         retention_priority: how much its blocks are worth keeping, in [MIN_RETENTION_PRIORITY, MAX_RETENTION_PRIORITY];
             higher is longer. Only the eviction policy `priority` asks.
+        branches: id and seed of each further sequence that is sampled from the same prompt.
     """
 
     request_id: str
@@ -88,6 +89,7 @@ class NewRequest:
     lora: LoraAdapter | None = None
     spans: tuple[PromptSpan, ...] = ()
     retention_priority: int = 0
+    branches: tuple[tuple[str, int], ...] = ()
 
 
 class RequestStatus(enum.Enum):
@@ -182,6 +184,9 @@ class Request:
         last_sample_index: where that step samples this request's token, or -1.
         failed_steps: steps that failed with this request in them since it last came as far as the newest of them.
         failed_at: sequence length that the newest of them was to bring it to.
+        family_id: the id of the request that it is a branch of, or has branches of; empty without branches.
+        followers: branches that wait, outside the queue, to be forked from it when its first token is sampled.
+        leader: whose follower it is, until it is forked.
 
     Invariants:
         num_computed_tokens <= num_tokens + num_pending_tokens; only tokens up to num_tokens can be hashed;
@@ -198,12 +203,15 @@ class Request:
         "extra_keys",
         "failed_at",
         "failed_steps",
+        "family_id",
         "finish_reason",
+        "followers",
         "incarnation",
         "is_cacheable",
         "last_block_id_bytes",
         "last_sample_index",
         "last_step_id",
+        "leader",
         "max_total_tokens",
         "may_share_tail",
         "min_tokens",
@@ -268,6 +276,9 @@ class Request:
         self.last_sample_index = -1
         self.failed_steps = 0
         self.failed_at = 0
+        self.family_id = new.request_id if new.branches else ""
+        self.followers: list[Request] = []
+        self.leader: Request | None = None
 
     @property
     def num_output_tokens(self) -> int:

@@ -5,13 +5,21 @@ Station: owned by `Scheduler`, which decides; the book only keeps. It knows no b
     add ─▶ waiting ─start▶ running ─▶ end
               ▲               │
               └── preempt ◀───┘        (end may come from waiting, too)
+
+Of a request with branches one sequence, the leader, stands in the queue; its followers run from where it is forked.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from kvmanager_service.core.errors import CoreError, DuplicateRequestError, QueueFullError, UnknownRequestError
+from kvmanager_service.core.errors import (
+    CoreError,
+    DuplicateRequestError,
+    InvalidRequestError,
+    QueueFullError,
+    UnknownRequestError,
+)
 from kvmanager_service.core.extra_keys import check_extra_keys
 from kvmanager_service.core.policies import make_queue
 from kvmanager_service.core.request import FinishReason, NewRequest, Request, RequestOutput, RequestStatus
@@ -30,9 +38,12 @@ class RequestBook:
         running: by id, in order of admission.
         finished: ended ones, oldest first.
         num_finished: how many have ended, by finish reason.
+        families: by the id of a request with branches, all its sequences that have not ended, by their own ids.
+        num_followers: sequences that are not forked from their leaders yet.
 
     Invariants:
-        A request is in `waiting` or in `running` or has ended, never in two.
+        A request is in `waiting`, in `running` or a follower, or has ended, never two of these. Running requests and
+        their followers are at most max_num_seqs.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -41,39 +52,69 @@ class RequestBook:
         self.running: dict[str, Request] = {}
         self.finished: deque[Request] = deque(maxlen=KEPT_FINISHED)
         self.num_finished: dict[str, int] = {}
+        self.families: dict[str, dict[str, Request]] = {}
+        self.num_followers = 0
+        self._num_reserved = 0
+        self._max_num_seqs = config.max_num_seqs
         self._max_waiting = config.max_waiting
         self._num_requeued = 0
         self._outputs: list[RequestOutput] = []
         self._next_arrival_seq = 0
 
     def check_queue(self) -> None:
-        """Raise QueueFullError when max_waiting requests wait; those that were preempted do not count."""
-        if len(self.waiting) - self._num_requeued >= self._max_waiting:
+        """Raise QueueFullError when max_waiting requests wait, followers too; who was preempted does not count."""
+        num_waiting = len(self.waiting) + self.num_followers
+        if num_waiting - self._num_requeued >= self._max_waiting:
             raise QueueFullError(
                 "QUEUE_FULL",
-                f"expected fewer than {self._max_waiting} waiting requests, got {len(self.waiting)}; "
-                "back off and try again",
+                f"expected fewer than {self._max_waiting} waiting requests, got {num_waiting}; back off and try again",
                 max_waiting=self._max_waiting,
             )
 
     def new_request(self, new: NewRequest) -> Request:
         """Make a request that may be added. Raises DuplicateRequestError, QueueFullError, InvalidRequestError."""
-        if new.request_id in self.requests:
-            raise DuplicateRequestError(
-                "REQUEST_ID_IN_USE",
-                f"expected a request_id that is not in use, got {new.request_id!r}; choose another or leave it empty",
-                request_id=new.request_id,
+        self._check_ids(new)
+        if len(new.branches) >= self._max_num_seqs:
+            raise InvalidRequestError(
+                "INVALID_PARAMETER",
+                f"n: expected at most max_num_seqs ({self._max_num_seqs}), got {len(new.branches) + 1}; ask for fewer",
+                field="n",
             )
         self.check_queue()
         request = Request(new, self._next_arrival_seq)
         check_extra_keys(new.lora, new.spans, request.num_prompt_tokens)
+        for branch_id, seed in new.branches:
+            follower = Request(new, self._next_arrival_seq + 1 + len(request.followers))
+            follower.request_id = branch_id
+            follower.seed = seed
+            follower.leader = request
+            request.followers.append(follower)
         return request
 
+    def _check_ids(self, new: NewRequest) -> None:
+        """Raise DuplicateRequestError when one of the request's ids is in use, or was given twice."""
+        seen: set[str] = set()
+        for request_id in (new.request_id, *(branch_id for branch_id, _ in new.branches)):
+            if request_id in self.requests or request_id in self.families or request_id in seen:
+                raise DuplicateRequestError(
+                    "REQUEST_ID_IN_USE",
+                    f"expected a request_id that is not in use, got {request_id!r}; choose another or leave it empty",
+                    request_id=request_id,
+                )
+            seen.add(request_id)
+
     def add(self, request: Request) -> None:
-        """A request made by `new_request` waits."""
-        self._next_arrival_seq += 1
-        self.requests[request.request_id] = request
+        """A request made by `new_request` waits, and its followers with it."""
+        members = [request, *request.followers]
+        self._next_arrival_seq += len(members)
+        for member in members:
+            self.requests[member.request_id] = member
+        if request.followers:
+            self.families[request.family_id] = {member.request_id: member for member in members}
+            self.num_followers += len(request.followers)
         self.waiting.add(request)
+        for follower in request.followers:
+            self.waiting.joined(follower)
 
     def known(self, request_id: str) -> Request:
         """The waiting or running request of that id. Raises UnknownRequestError."""
@@ -86,9 +127,34 @@ class RequestBook:
             )
         return request
 
+    def members(self, request_id: str) -> list[Request]:
+        """All sequences of a waiting or running request, or one of them by its own id. Raises UnknownRequestError."""
+        family = self.families.get(request_id)
+        return [self.known(request_id)] if family is None else list(family.values())
+
+    def has_room(self, request: Request) -> bool:
+        """Whether a waiting request may run: there is a place for it, and one for each that will be forked from it."""
+        return len(self.running) + self._num_reserved + 1 + len(request.followers) <= self._max_num_seqs
+
+    def fork(self, follower: Request) -> None:
+        """A follower runs."""
+        self._part(follower)
+        follower.status = RequestStatus.RUNNING
+        self.running[follower.request_id] = follower
+
+    def _part(self, follower: Request) -> None:
+        """A follower is one no more: it runs, or has ended."""
+        leader = follower.leader
+        assert leader is not None
+        leader.followers.remove(follower)
+        follower.leader = None
+        self.num_followers -= 1
+        self._num_reserved -= leader.status is RequestStatus.RUNNING
+
     def start(self, request: Request) -> None:
         """A waiting request runs."""
         self.waiting.remove(request)
+        self._num_reserved += len(request.followers)
         self._num_requeued -= request.status is RequestStatus.PREEMPTED
         request.status = RequestStatus.RUNNING
         self.running[request.request_id] = request
@@ -100,17 +166,25 @@ class RequestBook:
         request.last_sample_index = -1
         request.incarnation += 1
         request.num_preemptions += 1
+        self._num_reserved -= len(request.followers)
         del self.running[request.request_id]
         self.waiting.requeue(request)
         self._num_requeued += 1
 
     def end(self, request: Request, reason: FinishReason, output: RequestOutput) -> None:
-        """A request has ended, and `output` is the last of it."""
+        """A request without followers has ended, and `output` is the last of it."""
+        assert not request.followers, f"{request!r} leaves followers behind"
         output.finish_reason = reason
         self._count_end(request, reason)
         del self.requests[request.request_id]
+        if request.family_id:
+            del self.families[request.family_id][request.request_id]
+            if not self.families[request.family_id]:
+                del self.families[request.family_id]
         if request.status is RequestStatus.RUNNING:
             del self.running[request.request_id]
+        elif request.leader is not None:
+            self._part(request)
         else:
             self._num_requeued -= request.status is RequestStatus.PREEMPTED
             self.waiting.remove(request)
@@ -147,7 +221,17 @@ class RequestBook:
         """Check that every request stands in exactly one place. Raises AssertionError."""
         waiting = list(self.waiting)
         assert len(waiting) == len(self.waiting)
-        assert len(self.requests) == len(self.running) + len(waiting), "a request is in no queue or in two"
+        followers = [follower for request in self.requests.values() for follower in request.followers]
+        assert len(followers) == self.num_followers
+        assert len(self.requests) == len(self.running) + len(waiting) + len(followers), "one stands nowhere, or twice"
+        reserved = sum(len(request.followers) for request in self.running.values())
+        assert reserved == self._num_reserved, f"{reserved} followers of running requests, counted {self._num_reserved}"
+        for follower in followers:
+            assert follower.leader is not None, f"{follower!r} follows nobody"
+            assert follower.leader.request_id in self.requests, f"{follower!r} follows one that has ended"
+            assert not follower.blocks, f"{follower!r} is not forked yet and holds blocks"
+        listed = {request_id: member for family in self.families.values() for request_id, member in family.items()}
+        assert listed == {request_id: one for request_id, one in self.requests.items() if one.family_id}
         assert self._num_requeued == sum(request.status is RequestStatus.PREEMPTED for request in waiting)
         for request in waiting:
             assert not request.blocks, f"{request!r} waits and holds blocks"

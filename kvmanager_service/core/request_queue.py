@@ -24,6 +24,9 @@ class RequestQueue:
     def add(self, request: Request) -> None:
         """A new request waits."""
 
+    def joined(self, request: Request) -> None:
+        """A request was accepted that does not wait in the queue yet; it may be requeued, and will end."""
+
     @abstractmethod
     def requeue(self, request: Request) -> None:
         """A preempted request waits again; it goes before those that never ran, where the policy lets it."""

@@ -8,6 +8,9 @@ blocks, `Suspects` who may be what breaks it.
                       ▲                         │
                       └──── preempt ◀───────────┘
 
+A request with branches runs as one sequence, its leader, until the row that samples its first token samples once for
+each: there the others, its followers, are forked from it. They wait in no queue; places to run are kept for them.
+
 A request has no phases beyond that: it has tokens, known or being sampled, and it has computed some of them. A step
 computes the next ones. Prefill, chunked prefill, decode and recomputation are all this one thing.
 
@@ -21,7 +24,7 @@ from array import array
 from collections import deque
 from typing import Final
 
-from kvmanager_service.core.errors import BadResultError, CoreError, PoolInUseError
+from kvmanager_service.core.errors import BadResultError, CoreError, InvalidRequestError, PoolInUseError
 from kvmanager_service.core.kv_cache_coordinator import KVCache
 from kvmanager_service.core.pool_limit import has_outgrown, outgrown_error, require_fit
 from kvmanager_service.core.request import (
@@ -39,6 +42,7 @@ from kvmanager_service.core.step_plan import StepPlan
 from kvmanager_service.core.suspects import Suspects
 from kvmanager_service.core.tag_outbox import TagOutbox
 
+_FINISHED: Final = RequestStatus.FINISHED
 _RUNNING: Final = RequestStatus.RUNNING
 """Looked up once: an enum's member is looked up by name each time, and this one is compared for every row."""
 
@@ -76,21 +80,66 @@ class Scheduler:
         Raises:
             DuplicateRequestError: the id is waiting or running.
             QueueFullError: max_waiting requests wait.
-            InvalidRequestError: the known sequence and one more token can never fit the pool, or what is said of an
-                adapter or of spans of the prompt cannot be.
+            InvalidRequestError: the known sequence and one more token can never fit the pool, there are more branches
+                than may run together, or what is said of an adapter or of spans of the prompt cannot be.
         """
         request = self.book.new_request(new)
         require_fit(self.kv, request)
         self.book.add(request)
         return request
 
+    def fork(self, parent_id: str, new: NewRequest) -> Request:
+        """Accept a request that begins with tokens of another one: for searches that branch as they go.
+
+        What is computed of them, and acknowledged, is shared and not computed again. Without a place to run at once, or
+        when the parent waits, the request is one like any other, and waits for what the prefix cache has.
+
+        Args:
+            parent_id: a waiting or running request.
+            new: its tokens, prompt and resumed ones, begin with those of the parent that are shared: all that are known
+                but the last, or as many as it has but one. What else decides their K/V is the same.
+
+        Raises:
+            UnknownRequestError: the parent has ended.
+            InvalidRequestError: the tokens, or what else decides their K/V, are others, or the parent's tables do not
+                hold them any more; or as `add_request` does, as all other errors are.
+        """
+        parent = self.book.known(parent_id)
+        request = self.book.new_request(new)
+        require_fit(self.kv, request)
+        num_shared = min(self._acknowledged(parent), request.num_tokens - 1)
+        shares = num_shared > 0 and self.book.has_room(request)
+        if shares:
+            try:
+                self.kv.fork(parent, request, num_shared)
+            except ValueError as error:
+                raise InvalidRequestError("NOT_A_FORK", str(error), parent_id=parent_id) from error
+        self.book.add(request)
+        if shares:
+            self.book.start(request)
+            self._admitted(request)
+        return request
+
+    def _acknowledged(self, request: Request) -> int:
+        """How many of a request's tokens are known to be computed."""
+        for step in self.outstanding:
+            for row in step.rows:
+                if row.request is request and row.incarnation == request.incarnation:
+                    return row.start
+            for branch in step.branches:
+                if branch.request is request and branch.incarnation == request.incarnation:
+                    return branch.row.start
+        return request.num_computed_tokens
+
     def abort(self, request_id: str) -> None:
-        """End a request, wherever it stands; its blocks are free when this returns.
+        """End a request with all its branches, or one branch, wherever it stands; its blocks are free on return.
 
         Raises:
             UnknownRequestError: it is neither waiting nor running.
         """
-        self._finish(self.book.known(request_id), FinishReason.ABORT)
+        for request in self.book.members(request_id):
+            if request.status is not _FINISHED:
+                self._finish(request, FinishReason.ABORT)
 
     def finish(self, request_id: str) -> None:
         """A stop string was found in a request's text: end it. No output follows; the caller has the last one.
@@ -139,6 +188,8 @@ class Scheduler:
                 self._plan_waiting(plan)
         if not plan.rows and (self.has_work or not self._tags):
             return None
+        if self.book.num_followers:
+            self._fork_followers(plan)
         step = plan.make_step(self._tags.take())
         self._next_step_id += 1
         self.outstanding.append(step)
@@ -152,7 +203,7 @@ class Scheduler:
         """
         request = self._suspects.first()
         if request.status is not _RUNNING:
-            has_blocks = self._admit(request, 0)
+            has_blocks = self.book.has_room(request) and self._admit(request, 0)
         else:
             has_blocks = self.kv.allocate_slots(request, request.num_tokens)
         if has_blocks:
@@ -194,9 +245,11 @@ class Scheduler:
         watermark_blocks = int(self.config.watermark * self.kv.pool.num_usable_blocks)
         while plan.budget > 0 and len(self.waiting) and len(self.running) < self.config.max_num_seqs:
             request = self.waiting.peek()
+            if not self.book.has_room(request):
+                break
             if has_outgrown(self.kv, request):
                 self._fail_outgrown(request)
-            elif self._admit(request, watermark_blocks if self.running else 0):
+            elif self._admit(request, watermark_blocks + len(request.followers) if self.running else 0):
                 plan.claim(plan.add(request, plan.chunk(request)))
             else:
                 break
@@ -207,13 +260,30 @@ class Scheduler:
             return False
         self.book.start(request)
         if not request.was_admitted:
-            request.was_admitted = True
-            self.waiting.charge_input(request)
-            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+            self._admitted(request)
             if self.kv.enable_caching:
                 self.stats.prefix_queries += request.num_prompt_tokens
                 self.stats.prefix_hits += request.num_cached_tokens
         return True
+
+    def _admitted(self, request: Request) -> None:
+        """A request runs for the first time; its table holds what was there of it."""
+        request.was_admitted = True
+        self.waiting.charge_input(request)
+        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+
+    def _fork_followers(self, plan: StepPlan) -> None:
+        """The rows that sample their request's first token do so for its followers, too: these run from here."""
+        for row in plan.rows:
+            leader = row.request
+            if not leader.followers or not plan.samples(row):
+                continue
+            for follower in list(leader.followers):
+                self.kv.fork(leader, follower, row.stop)
+                self.book.fork(follower)
+                plan.branch(row, follower)
+                self._admitted(follower)
+                follower.num_cached_tokens = leader.num_cached_tokens
 
     # --- blocks run short -----------------------------------------------------------------------------------------
 
@@ -244,7 +314,7 @@ class Scheduler:
         check_result(step, result)
         self.outstanding.popleft()
         for index in result.errors:
-            self._distrust(step.rows[index], step.step_id)
+            self._distrust(step.rows[index], step)
         self._tags.committed(self.kv.pool.commit_step(step.step_id))
         self.stats.steps += 1
         self.stats.tokens_computed += step.num_tokens
@@ -265,18 +335,42 @@ class Scheduler:
                 if is_metered:
                     self.waiting.charge_token(request)
                 self._append(request, token_bytes[sample * TOKEN_BYTES : (sample + 1) * TOKEN_BYTES], sample, result)
+        for branch in step.branches:
+            request = branch.request
+            if request.status is not _RUNNING or request.incarnation != branch.incarnation:
+                continue
+            error = result.errors.get(step.rows.index(branch.row)) if result.errors else None
+            if error is not None:
+                self._finish(request, FinishReason.ERROR, error=error)
+                continue
+            sample = branch.sample_index
+            if is_metered:
+                self.waiting.charge_token(request)
+            self._append(request, token_bytes[sample * TOKEN_BYTES : (sample + 1) * TOKEN_BYTES], sample, result)
 
-    def _distrust(self, row: ScheduledRow, step_id: int) -> None:
+    def _distrust(self, row: ScheduledRow, step: Step) -> None:
         """A row failed: un-hash what it filled or read, and schedule anew whoever relies on it.
 
-        That may be the request itself, when it was preempted and admitted again since.
+        That may be the request itself, when it was preempted and admitted again since. Branches rely on the rows before
+        them, though no block that they share need have content; those of the failed row itself end with it.
         """
-        request = row.request
-        is_current = request.status is _RUNNING and request.incarnation == row.incarnation
-        distrusted = self.kv.distrust(request, step_id, with_table=is_current)
+        failed = [row.request] if _is_current(row.request, row.incarnation) else []
+        failed += [branch.request for branch in row.branches or () if _is_current(branch.request, branch.incarnation)]
+        forked = [
+            branch.request
+            for later in self.outstanding
+            for branch in later.branches
+            if branch.row.request is row.request
+            and branch.row.incarnation == row.incarnation
+            and _is_current(branch.request, branch.incarnation)
+        ]
+        distrusted = self.kv.distrust(row.request, step.step_id, with_table=row.request in failed)
+        for request in failed + forked:
+            if request is not row.request:
+                distrusted |= self.kv.distrust(request, step.step_id, with_table=True)
         self._tags.forgotten(distrusted)
         for other in reversed(list(self.running.values())):
-            if not (is_current and other is request) and self.kv.relies_on(other, distrusted):
+            if other not in failed and (other in forked or self.kv.relies_on(other, distrusted)):
                 self._preempt(other)
                 self.stats.reschedules += 1
 
@@ -317,7 +411,20 @@ class Scheduler:
             self._preempt(request)
             self.stats.reschedules += 1
         for request, error in self._suspects.blame(lost[0].rows if lost and blame else []):
-            self._finish(request, FinishReason.ERROR, error=error)
+            for twin in self._twins(request) if request.status is not _FINISHED else ():
+                self._finish(twin, FinishReason.ERROR, error=error)
+
+    def _twins(self, request: Request) -> list[Request]:
+        """A request, and its branches that have come exactly as far: what breaks one of them breaks all.
+
+        Followers are not among them: they end with their leader.
+        """
+        family = self.book.families.get(request.family_id, {request.request_id: request})
+        return [
+            member
+            for member in family.values()
+            if member.leader is None and (member is request or member.token_bytes == request.token_bytes)
+        ]
 
     def replace_cache(self, kv: KVCache) -> None:
         """The executor's cache is gone or another one: schedule everything anew on `kv`, end what can never fit it."""
@@ -328,7 +435,7 @@ class Scheduler:
         for request in list(self.requests.values()):
             request.block_hashes = []
             request.contents = []
-            if has_outgrown(kv, request):
+            if request.status is not _FINISHED and has_outgrown(kv, request):
                 self._fail_outgrown(request)
 
     def reset_prefix_cache(self) -> int:
@@ -346,6 +453,9 @@ class Scheduler:
     # --- the end of a request -------------------------------------------------------------------------------------
 
     def _finish(self, request: Request, reason: FinishReason, *, error: CoreError | None = None) -> None:
+        """End a request, and those that were to be forked from it: until then they are one."""
+        for follower in list(request.followers):
+            self._finish(follower, reason, error=error)
         self._end(request, reason, self.book.emit(request, [], error))
 
     def _end(self, request: Request, reason: FinishReason, output: RequestOutput) -> None:
@@ -367,5 +477,14 @@ class Scheduler:
                 row.request is request and row.incarnation == request.incarnation and row.sample_index >= 0
                 for step in self.outstanding
                 for row in step.rows
+            ) + sum(
+                branch.request is request and branch.incarnation == request.incarnation
+                for step in self.outstanding
+                for branch in step.branches
             )
             assert pending == request.num_pending_tokens, f"{request!r} has {pending} samples outstanding"
+
+
+def _is_current(request: Request, incarnation: int) -> bool:
+    """Whether a request still lives the life in which it was scheduled."""
+    return request.status is _RUNNING and request.incarnation == incarnation

@@ -26,9 +26,11 @@ class ScheduledRow:
         feeds_from: index into the samples of the step before whose token is this row's last input, or -1.
         sample_index: index into this step's samples, or -1 when the row samples nothing.
         suppress_stop: whether tokens that would stop the request must not be sampled (min_tokens not reached).
+        branches: requests forked from this one by this row, which samples for each of them, too; None for none.
     """
 
     __slots__ = (
+        "branches",
         "feeds_from",
         "incarnation",
         "num_tokens",
@@ -48,6 +50,26 @@ class ScheduledRow:
         self.feeds_from = -1
         self.sample_index = -1
         self.suppress_stop = False
+        self.branches: list[Branch] | None = None
+
+
+class Branch:
+    """A request that a row samples for besides its own.
+
+    Attributes:
+        row: the row.
+        request: whose table begins as the row's.
+        incarnation: the request's at the time of scheduling.
+        sample_index: index into the step's samples.
+    """
+
+    __slots__ = ("incarnation", "request", "row", "sample_index")
+
+    def __init__(self, row: ScheduledRow, request: Request) -> None:
+        self.row = row
+        self.request = request
+        self.incarnation = request.incarnation
+        self.sample_index = -1
 
 
 class CopyDirection(IntEnum):
@@ -77,9 +99,10 @@ class Step:
         tags: contents committed since the step before, for the executor to keep with the blocks; None for a block
             whose content is not trusted any more.
         copies: done in this order before any row writes.
+        branches: those of all rows, in order.
     """
 
-    __slots__ = ("copies", "feeds_from_step_id", "num_samples", "num_tokens", "rows", "step_id", "tags")
+    __slots__ = ("branches", "copies", "feeds_from_step_id", "num_samples", "num_tokens", "rows", "step_id", "tags")
 
     def __init__(
         self,
@@ -91,6 +114,7 @@ class Step:
         feeds_from_step_id: int,
         tags: list[tuple[int, BlockContent | None]],
         copies: list[BlockCopy],
+        branches: list[Branch] | None = None,
     ) -> None:
         self.step_id = step_id
         self.rows = rows
@@ -99,6 +123,7 @@ class Step:
         self.feeds_from_step_id = feeds_from_step_id
         self.tags = tags
         self.copies = copies
+        self.branches = branches or []
 
 
 class StepResult:
@@ -184,7 +209,13 @@ def check_result(step: Step, result: StepResult) -> None:
                 f"{result.computed_upto[index]} and no row error"
             )
         if row.sample_index >= 0 and result.sampled[row.sample_index] < 0:
-            raise BadResultError(
-                f"expected row {index} of step {step.step_id} to sample a token, got "
-                f"{result.sampled[row.sample_index]} and no row error"
-            )
+            raise _no_sample(step, index, result.sampled[row.sample_index])
+        for branch in row.branches or ():
+            if result.sampled[branch.sample_index] < 0:
+                raise _no_sample(step, index, result.sampled[branch.sample_index])
+
+
+def _no_sample(step: Step, row_index: int, got: int) -> BadResultError:
+    return BadResultError(
+        f"expected row {row_index} of step {step.step_id} to sample a token, got {got} and no row error"
+    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from kvmanager_service.core.kv_cache_coordinator import KVCache
 from kvmanager_service.core.request import Request
 from kvmanager_service.core.scheduler_config import SchedulerConfig
-from kvmanager_service.core.step import ScheduledRow, Step
+from kvmanager_service.core.step import Branch, ScheduledRow, Step
 from kvmanager_service.core.tag_outbox import Tag
 
 
@@ -28,12 +28,14 @@ class StepPlan:
     Attributes:
         step_id: the step's.
         rows: in the order they were added.
+        copies: what blocks are to be copied before the rows write, in order: `kv.copies`, and what others add to it.
         budget: tokens that may still be added.
     """
 
     def __init__(self, step_id: int, previous: Step | None, kv: KVCache, config: SchedulerConfig) -> None:
         self.step_id = step_id
         self.rows: list[ScheduledRow] = []
+        self.copies = kv.copies
         self.budget = config.max_num_batched_tokens
         self._longest_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._previous = previous
@@ -70,10 +72,22 @@ class StepPlan:
         request.last_step_id = self.step_id
         self._kv.cache_blocks(request, self.step_id)
 
+    def samples(self, row: ScheduledRow) -> bool:
+        """Whether a claimed row computes all tokens of its request, so that the next one is sampled after it."""
+        return row.stop == row.request.num_tokens + row.request.num_pending_tokens
+
+    def branch(self, row: ScheduledRow, request: Request) -> None:
+        """Let a row that samples do so for another request, too, whose tokens and table are the row's."""
+        if row.branches is None:
+            row.branches = []
+        row.branches.append(Branch(row, request))
+        request.last_step_id = self.step_id
+
     def make_step(self, tags: list[Tag]) -> Step:
         """The step as it is sent; every row was claimed."""
         num_tokens = num_samples = 0
         feeds_from_step_id = 0
+        branches: list[Branch] = []
         for row in self.rows:
             request = row.request
             num_tokens += row.num_tokens
@@ -86,6 +100,13 @@ class StepPlan:
                 num_samples += 1
                 row.suppress_stop = request.num_output_tokens + request.num_pending_tokens < request.min_tokens
                 request.num_pending_tokens += 1
+                if row.branches is None:
+                    continue
+                for branch in row.branches:
+                    branch.sample_index = branch.request.last_sample_index = num_samples
+                    num_samples += 1
+                    branch.request.num_pending_tokens += 1
+                    branches.append(branch)
         return Step(
             self.step_id,
             self.rows,
@@ -94,4 +115,5 @@ class StepPlan:
             feeds_from_step_id=feeds_from_step_id,
             tags=tags,
             copies=self._kv.take_copies(),
+            branches=branches,
         )

@@ -11,19 +11,22 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import structlog
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 from kvplane.kvmanager.v1 import inference_service_pb2_grpc as pb_grpc
 
 from kvmanager_service.admission import Admission
 from kvmanager_service.convert import check_request_id
+from kvmanager_service.core.errors import UnknownRequestError
 from kvmanager_service.engine_api import Engine
 from kvmanager_service.errors import RpcErrors
 from kvmanager_service.output_stream import ManyStream, OutputStream
 from kvmanager_service.pacer import Pacer
-from kvmanager_service.request_stream import RequestStream
 from kvmanager_service.servicers.orders import OrderReader
 
 __all__ = ["InferenceServicer"]
+
+_log = structlog.get_logger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -43,7 +46,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         async with RpcErrors(context):
             output = await self._admission.admit(request, lambda stream: OutputStream(stream, self._pacer))
             self._pacer.enter()
-            context.add_done_callback(lambda _: self._end(output.stream))  # type: ignore[arg-type]
+            context.add_done_callback(lambda _: self._end(output))  # type: ignore[arg-type]
             async for response in output:
                 yield response
 
@@ -52,7 +55,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[pb.GenerateManyResponse]:
         """Serve `GenerateMany`; see the proto."""
         async with RpcErrors(context):
-            many = ManyStream()
+            many = ManyStream(self._abandon)
             reader = OrderReader(self._engine, self._admission, many)
             task = asyncio.create_task(reader.run(request_iterator), name="generate-many-orders")
             context.add_done_callback(lambda _: self._end_many(task, many))  # type: ignore[arg-type]
@@ -81,10 +84,20 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             dtype=model.dtype,
         )
 
-    def _end(self, stream: RequestStream) -> None:
+    def _end(self, output: OutputStream) -> None:
         self._pacer.leave()
-        if not stream.finished:
-            self._engine.abort(stream.request_id)
+        if not output.finished:
+            self._engine.abort(output.stream.request_id)
+
+    def _abandon(self, request_id: str) -> None:
+        """An output of a request has failed: end the others, once the engine is done with telling of it."""
+        asyncio.get_running_loop().call_soon(self._abort_if_open, request_id)
+
+    def _abort_if_open(self, request_id: str) -> None:
+        try:
+            self._engine.abort(request_id)
+        except UnknownRequestError:
+            _log.debug("request_over_already", request_id=request_id)  # the others failed with it
 
     def _end_many(self, orders: asyncio.Task[None], many: ManyStream) -> None:
         self._abort_unfinished(many)

@@ -7,6 +7,7 @@ be replayed, whole or in part: `shrink` takes away what a failure does not need.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from array import array
 from collections.abc import Callable, Iterable
@@ -108,6 +109,8 @@ class Chaos:
         # Of its own, so that what is drawn from it changes nothing of what is drawn from the other.
         self.more = more = random.Random(f"more of {seed}")
         self.has_keys = more.random() < 0.3
+        self.branching = branching = random.Random(f"branches of {seed}")
+        self.branch_rate = branching.choice((0.0, 0.2, 0.7))
         config = SchedulerConfig(
             policy=policy or (chosen_policy if more.random() < 0.7 else "fair"),
             max_num_batched_tokens=budget,
@@ -131,10 +134,13 @@ class Chaos:
         self.counts = Counts()
         self.stories: dict[str, Story] = {}
         self.operations: list[Operation] = []
+        self.branches: dict[str, list[Story]] = {}
         self.pending = self._draw_requests(rng.randint(5, 40) if num_requests is None else num_requests)
         self.drawn = {story.new.request_id: story for story in self.pending}
         # Each life has its own mixture of faults; most have some kinds only.
         self.fault_rates: list[tuple[Callable[[], None], float]] = []
+        if branching.random() < 0.3:
+            self.fault_rates.append((self._fork, branching.choice((0.05, 0.2))))
         if faults:
             for fault in (
                 self._abort,
@@ -175,12 +181,12 @@ class Chaos:
         sampling = SamplingParams(temperature=rng.choice((0.0, 1.0)), presence_penalty=rng.choice((0.0, 0.0, 0.0, 0.5)))
         request_seed = rng.getrandbits(64)
 
-        def produce(stop: tuple[int, ...], min_tokens: int) -> list[int]:
+        def produce(stop: tuple[int, ...], min_tokens: int, seed: int = request_seed) -> list[int]:
             return expected_tokens(
                 prompt,
                 max_tokens,
                 vocab_size=VOCAB_SIZE,
-                seed=request_seed,
+                seed=seed,
                 temperature=sampling.temperature,
                 suppressed_token_ids=stop,
                 min_tokens=min_tokens,
@@ -192,10 +198,14 @@ class Chaos:
         if rng.random() < 0.5:
             stop = tuple(rng.choices(produce((), 0), k=rng.randint(1, 2)))
             min_tokens = rng.choice((0, rng.randint(0, max_tokens)))
-        expected = produce(stop, min_tokens)
-        ends = [index for index, token_id in enumerate(expected) if token_id in stop and index >= min_tokens]
-        if ends:
-            expected = expected[: ends[0] + 1]
+
+        def tell(seed: int) -> tuple[list[int], FinishReason]:
+            """What a sequence of this prompt gets, and why it ends."""
+            tokens = produce(stop, min_tokens, seed)
+            ends = [index for index, token_id in enumerate(tokens) if token_id in stop and index >= min_tokens]
+            return (tokens[: ends[0] + 1], FinishReason.STOP) if ends else (tokens, FinishReason.LENGTH)
+
+        expected, reason = tell(request_seed)
         num_resumed = rng.randint(0, len(expected) - 1) if rng.random() < 0.2 else 0
         new = NewRequest(
             request_id=request_id,
@@ -206,10 +216,19 @@ class Chaos:
             priority=rng.randint(0, 2),
             cache_salt=rng.choice(("", "", "mine", "yours")),
             resumed=token_bytes(expected[:num_resumed]),
+            branches=() if num_resumed else self._draw_branches(request_id),
             **self._draw_keys(len(prompt)),
         )
-        reason = FinishReason.STOP if ends else FinishReason.LENGTH
+        self.branches[request_id] = [Story(new, prompt, *tell(seed)) for _, seed in new.branches]
         return Story(new, prompt + expected[:num_resumed], expected[num_resumed:], reason)
+
+    def _draw_branches(self, request_id: str) -> tuple[tuple[str, int], ...]:
+        """Ids and seeds of the sequences beside the first."""
+        most = min(4, self.world.config.max_num_seqs)
+        if most < 2 or self.branching.random() >= self.branch_rate:
+            return ()
+        count = self.branching.randint(1, most - 1)
+        return tuple((f"{request_id}#{index}", self.branching.getrandbits(64)) for index in range(1, count + 1))
 
     def _draw_keys(self, num_prompt_tokens: int) -> dict[str, Any]:
         """Whose the request is, and in some lives what else decides its K/V."""
@@ -248,8 +267,55 @@ class Chaos:
             Counts.add(self.counts.refused, "queue full")
         else:
             assert not too_long, f"{request_id} can never fit and was accepted"
-            self.stories[request_id] = story
-            self.world.produced[request_id] = Produced()
+            self._accepted(request_id, story)
+            for (branch_id, _), branch in zip(story.new.branches, self.branches[request_id], strict=True):
+                self._accepted(branch_id, branch)
+
+    def _accepted(self, request_id: str, story: Story) -> None:
+        self.stories[request_id] = story
+        self.world.produced[request_id] = Produced()
+
+    def _fork(self) -> None:
+        """Somebody branches off from a request, with a word of its own behind the common ones or without."""
+        if parent_id := self._any_request():
+            length = self.branching.randint(0, len(self.stories[parent_id].expected))
+            word = self.branching.choice((-1, self.branching.randrange(self.num_words)))
+            self._perform("fork", parent_id, f"{parent_id}+{len(self.operations)}", length, word)
+
+    def _do_fork(self, parent_id: str, request_id: str, length: int, word: int) -> None:
+        scheduler, parent = self.world.scheduler, self.stories.get(parent_id)
+        if parent_id not in scheduler.requests or parent is None or request_id in self.stories:
+            return
+        prompt = parent.prompt + parent.expected[:length] + ([word] if word >= 0 else [])
+        seed, max_tokens = len(self.stories), 1 + length % 5
+        sampling = parent.new.sampling
+        new = dataclasses.replace(
+            parent.new,
+            request_id=request_id,
+            prompt=token_bytes(prompt),
+            resumed=b"",
+            stop=StopRules(max_tokens),
+            seed=seed,
+            branches=(),
+        )
+        expected = expected_tokens(
+            prompt,
+            max_tokens,
+            vocab_size=VOCAB_SIZE,
+            seed=seed,
+            temperature=sampling.temperature,
+            penalised=sampling.has_penalty,
+        )
+        before = state_of(scheduler)
+        try:
+            scheduler.fork(parent_id, new)
+        except InvalidRequestError:
+            assert len(prompt) >= self.pool_tokens, f"{request_id} was refused and would fit"
+            assert state_of(scheduler) == before
+        except QueueFullError:
+            assert state_of(scheduler) == before
+        else:
+            self._accepted(request_id, Story(new, prompt, expected, FinishReason.LENGTH))
 
     # --- faults ---------------------------------------------------------------------------------------------------
 
@@ -280,7 +346,8 @@ class Chaos:
             self._perform("finish_by_stop_string", request_id)
 
     def _do_finish_by_stop_string(self, request_id: str) -> None:
-        if request_id in self.world.scheduler.requests:
+        request = self.world.scheduler.requests.get(request_id)
+        if request is not None and not request.followers and request.leader is None:  # before there is text: no stop
             self.world.scheduler.finish(request_id)
             self.world.publish()
             produced = self.world.produced[request_id]
@@ -341,7 +408,10 @@ class Chaos:
             rows = self.world.scheduler.outstanding[0].rows
             self.world.executor.backend.rows_to_fail = [index for index in failed if index < len(rows)]
             for index in self.world.executor.backend.rows_to_fail:
-                self.stories[rows[index].request.request_id].row_failures += 1
+                request = rows[index].request
+                branches = [branch.request for branch in rows[index].branches or ()]
+                for one in (request, *request.followers, *branches):
+                    self.stories[one.request_id].row_failures += 1
 
     def _send_bad_result(self) -> None:
         if self.world.scheduler.outstanding:

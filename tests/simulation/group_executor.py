@@ -15,7 +15,7 @@ from kvmanager_service.core.block_tag import decode_tag, encode_tag
 from kvmanager_service.core.errors import RowFailedError
 from kvmanager_service.core.kv_cache_manager import TaggedBlock
 from kvmanager_service.core.kv_groups import ChunkedLocal, KVGroup, RecurrentState, SlidingWindow
-from kvmanager_service.core.step import Step, StepResult
+from kvmanager_service.core.step import BlockCopy, Step, StepResult
 
 VOCAB_SIZE = 50
 EMPTY = b"\0" * 8
@@ -75,7 +75,7 @@ class SentRow:
     tokens: list[int]
     tables: list[list[int]]
     feeds_from: int
-    sample_index: int
+    num_samples: int
 
 
 @dataclass
@@ -83,6 +83,7 @@ class SentStep:
     step_id: int
     rows: list[SentRow]
     tags: list[tuple[int, bytes]]
+    copies: list[BlockCopy]
 
 
 def send(step: Step) -> SentStep:
@@ -92,9 +93,10 @@ def send(step: Step) -> SentStep:
         request = row.request
         tokens = array("i", request.tokens(row.start, min(row.stop, request.num_tokens))).tolist()
         tables = [array("i", bytes(table.block_id_bytes)).tolist() for table in request.tables]
-        rows.append(SentRow(row.start, row.stop, tokens, tables, row.feeds_from, row.sample_index))
+        num_samples = 0 if row.sample_index < 0 else 1 + len(row.branches or ())
+        rows.append(SentRow(row.start, row.stop, tokens, tables, row.feeds_from, num_samples))
     tags = [(block_id, b"" if content is None else encode_tag(content)) for block_id, content in step.tags]
-    return SentStep(step.step_id, rows, tags)
+    return SentStep(step.step_id, rows, tags, step.copies)
 
 
 class GroupExecutor:
@@ -109,6 +111,8 @@ class GroupExecutor:
 
     def run(self, step: SentStep, failing: frozenset[int] = frozenset()) -> StepResult:
         """Compute a step; failing rows write garbage and say so."""
+        for copy in step.copies:
+            self._copy(copy)
         before = dict(self.states)
         sampled: list[int] = []
         for index, row in enumerate(step.rows):
@@ -124,8 +128,7 @@ class GroupExecutor:
                 else self._attend(group, table, row, tokens)
                 for group, table in zip(self.groups, row.tables, strict=True)
             ]
-            if row.sample_index >= 0:
-                sampled.append(-1 if index in failing else next_token(last))
+            sampled += [-1 if index in failing else next_token(last)] * row.num_samples
         for block_id, tag in step.tags:
             if tag:
                 self.tags[block_id] = tag
@@ -135,6 +138,16 @@ class GroupExecutor:
         errors = {index: RowFailedError("NON_FINITE_LOGITS", "the simulation wants it so") for index in failing}
         upto = [row.start if index in failing else row.stop for index, row in enumerate(step.rows)]
         return StepResult(step.step_id, sampled, upto, errors=errors)
+
+    def _copy(self, copy: BlockCopy) -> None:
+        """Whatever the block is of: K/V or a state."""
+        source, target = copy.source_id, copy.target_id
+        self.slots = {place: kept for place, kept in self.slots.items() if place[0] != target}
+        self.slots |= {(target, at): kept for (block_id, at), kept in self.slots.items() if block_id == source}
+        self.states.pop(target, None)
+        if source in self.states:
+            self.states[target] = self.states[source]
+        self.tags.pop(target, None)
 
     def _attend(self, group: KVGroup, table: list[int], row: SentRow, tokens: list[int]) -> bytes:
         size, written = group.block_size, b""

@@ -92,15 +92,23 @@ def live(groups: list[KVGroup], max_outstanding: int, *, faults: bool, seed: str
     scheduler, oracle = world.scheduler, Oracle(groups)
     requests = make_requests(rng, 120)
     pending = list(requests)
+    expected_of = {request_id: request_id for request_id in requests}
     aborted = set()
     for _ in range(MAX_TURNS):
         for _ in range(rng.randint(0, 3)):
             if pending:
                 request_id = pending.pop()
                 prompt, max_tokens = requests[request_id]
-                scheduler.add_request(NewRequest(request_id, token_bytes(prompt), StopRules(max_tokens=max_tokens)))
+                # The token is a function of what was read alone: all branches must get the same.
+                branches = tuple((f"{request_id}#{index}", index) for index in range(1, rng.choice((1, 1, 1, 2, 4))))
+                for branch_id, _ in branches:
+                    expected_of[branch_id] = request_id
+                scheduler.add_request(
+                    NewRequest(request_id, token_bytes(prompt), StopRules(max_tokens=max_tokens), branches=branches)
+                )
         if rng.random() < 0.02 and scheduler.requests:
-            aborted.add(request_id := rng.choice(sorted(scheduler.requests)))
+            request_id = rng.choice(sorted(scheduler.requests))
+            aborted.update(request.request_id for request in scheduler.book.members(request_id))
             scheduler.abort(request_id)
         world.schedule()
         if faults and rng.random() < 0.01:
@@ -111,8 +119,9 @@ def live(groups: list[KVGroup], max_outstanding: int, *, faults: bool, seed: str
             world.complete(failure_rate=0.01 if faults else 0.0)
         if not (pending or scheduler.has_work or scheduler.outstanding):
             break
-    for request_id, (prompt, max_tokens) in requests.items():
-        expected = oracle.outputs(prompt, max_tokens)
+    oracles = {request_id: oracle.outputs(*request) for request_id, request in requests.items()}
+    for request_id, like in expected_of.items():
+        expected = oracles[like]
         got, reason = world.outputs.get(request_id, []), world.reasons.get(request_id)
         assert reason is not None, f"{seed}, {request_id} never ended"
         if reason is FinishReason.LENGTH:

@@ -11,8 +11,9 @@ from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import Request
+from kvmanager_service.core.request_book import RequestBook
 from kvmanager_service.core.scheduler import Scheduler
-from kvmanager_service.core.step import ScheduledRow, Step, StepResult
+from kvmanager_service.core.step import BlockCopy, ScheduledRow, Step, StepResult
 from kvmanager_service.core.step_plan import StepPlan
 from kvmanager_service.core.tag_outbox import Tag
 from tests.simulation.chaos import Chaos
@@ -125,7 +126,7 @@ def provisional_blocks_survive_lost_steps(patch: pytest.MonkeyPatch) -> None:
 
 
 def failed_rows_are_trusted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_distrust", lambda self, row, step_id: None)
+    patch.setattr(Scheduler, "_distrust", lambda self, row, step: None)
 
 
 def failed_content_survives_in_its_twin(patch: pytest.MonkeyPatch) -> None:
@@ -241,6 +242,59 @@ def adopted_without_their_parents(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockContent, "is_same", lambda self, parent, tokens, keys: self.token_bytes == tokens)
 
 
+def shared_blocks_are_written_in_place(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVCacheManager, "_own_tail", lambda self, request: None)
+
+
+def copies_are_not_ordered(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVCacheManager, "take_copies", lambda self: [])
+
+
+def copies_come_a_step_late(patch: pytest.MonkeyPatch) -> None:
+    original = StepPlan.make_step
+    late: list[BlockCopy] = []
+
+    def make_step(self: StepPlan, tags: list[Tag]) -> Step:
+        step = original(self, tags)
+        step.copies, late[:] = list(late), step.copies
+        return step
+
+    patch.setattr(StepPlan, "make_step", make_step)
+
+
+def forks_take_no_reference(patch: pytest.MonkeyPatch) -> None:
+    """The parent's end frees what its branches read; nobody looks at the books."""
+    original = KVCacheManager.fork
+
+    def fork(self: KVCacheManager, parent: Request, child: Request, num_tokens: int) -> None:
+        original(self, parent, child, num_tokens)
+        for block in child.blocks:
+            block.ref_cnt -= 1
+
+    def free_blocks(self: BlockPool, blocks: Iterable[KVCacheBlock]) -> None:
+        unchecked(self, [block for block in blocks if block.ref_cnt])
+
+    unchecked = BlockPool.free_blocks
+    patch.setattr(KVCacheManager, "fork", fork)
+    patch.setattr(BlockPool, "free_blocks", free_blocks)
+    patch.setattr(BlockPool, "check_integrity", lambda self, tables: list(tables))
+
+
+def branches_are_sampled_with_the_leaders_seed(patch: pytest.MonkeyPatch) -> None:
+    original = RequestBook.fork
+
+    def fork(self: RequestBook, follower: Request) -> None:
+        assert follower.leader is not None
+        follower.seed = follower.leader.seed
+        original(self, follower)
+
+    patch.setattr(RequestBook, "fork", fork)
+
+
+def places_of_branches_are_not_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RequestBook, "has_room", lambda self, request: len(self.running) < self._max_num_seqs)
+
+
 ANY_HASH = None
 ONE_BYTE = True
 MUTATIONS: list[tuple[Mutation, bool | None]] = [
@@ -265,6 +319,12 @@ MUTATIONS: list[tuple[Mutation, bool | None]] = [
     (preemption_forgets_to_wait, ANY_HASH),
     (wrong_last_block_len, ANY_HASH),
     (adopted_without_their_parents, ANY_HASH),
+    (shared_blocks_are_written_in_place, ANY_HASH),
+    (copies_are_not_ordered, ANY_HASH),
+    (copies_come_a_step_late, ANY_HASH),
+    (forks_take_no_reference, ANY_HASH),
+    (branches_are_sampled_with_the_leaders_seed, ANY_HASH),
+    (places_of_branches_are_not_kept, ANY_HASH),
 ]
 
 

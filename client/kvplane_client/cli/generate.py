@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -11,7 +12,7 @@ from rich.markup import escape
 from kvplane_client.cli import options as opt
 from kvplane_client.cli.output import err_console, print_json, write_text
 from kvplane_client.cli.session import EXIT_ERROR, generation_session
-from kvplane_client.cli.values import text
+from kvplane_client.cli.values import integer, text
 from kvplane_client.client import SyncGenerationStream
 from kvplane_client.types import (
     ChatMessage,
@@ -48,6 +49,8 @@ Examples:
   kvplane generate "Hello" --json | jq -r .text       (an object a chunk)
 
   kvplane generate "Hello" --json --no-stream | jq .usage     (one in all)
+
+  kvplane generate "Once upon a time" -N 3 -n 40   (computed once)
 """
 
 
@@ -63,6 +66,13 @@ def generate(
     token_ids: Annotated[
         str | None, typer.Option("--token-ids", metavar="IDS", help='Prompt as token ids, such as "1,2,3".')
     ] = None,
+    num_outputs: Annotated[
+        int,
+        typer.Option(
+            "--num-outputs", "-N", metavar="N", parser=integer(1, 128, advice="1 is usual"),
+            help="Outputs for the prompt, each shown when it is complete.",
+        ),
+    ] = 1,
     stream: Annotated[
         bool, typer.Option("--stream/--no-stream", metavar="", help="Print pieces as they come.")
     ] = True,
@@ -124,13 +134,17 @@ def generate(
         tenant=tenant,
         request_id=request_id,
         deadline=deadline,
+        n=num_outputs if num_outputs > 1 else None,
     )
     options.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, min_tokens or 0))
     with (
         generation_session(server, as_json=as_json, wait=wait) as (client, model),
         client.stream(full_prompt, **options) as output,
     ):
-        last = stream_out(output, as_json=as_json, stream=stream, as_ids=not model.has_tokenizer)
+        if num_outputs > 1:
+            last = outputs_out(output, num_outputs, as_json=as_json, stream=stream, as_ids=not model.has_tokenizer)
+        else:
+            last = stream_out(output, as_json=as_json, stream=stream, as_ids=not model.has_tokenizer)
     if last is None:
         return
     if usage:
@@ -179,6 +193,39 @@ def stream_out(output: SyncGenerationStream, *, as_json: bool, stream: bool, as_
     if not as_json and not ends_line:
         write_text("\n")
     return last
+
+
+def outputs_out(
+    output: SyncGenerationStream, num_outputs: int, *, as_json: bool, stream: bool, as_ids: bool = False
+) -> Chunk | None:
+    """Prints several outputs, each when it is complete, and returns the last chunk: its usage is that of all of them.
+
+    Args:
+        output: The outputs.
+        num_outputs: How many there are.
+        as_json: Print JSON: pieces as they come, or whole outputs.
+        stream: With JSON, print pieces.
+        as_ids: Print token ids in place of text.
+    """
+    builders = [CompletionBuilder() for _ in range(num_outputs)]
+    last, completion_tokens = None, 0
+    for chunk in output:
+        builders[chunk.index].add(chunk)
+        last = chunk
+        if as_json and stream:
+            print_json(chunk)
+        if chunk.finish_reason is None:
+            continue
+        completion = builders[chunk.index].build()
+        completion_tokens += completion.usage.completion_tokens
+        if as_json and not stream:
+            print_json(completion)
+        elif not as_json:
+            text = _shown(completion, as_ids)
+            write_text(f"[{chunk.index}] {text}" + ("" if text.endswith("\n") else "\n"))
+    if last is None or last.usage is None:
+        return last
+    return replace(last, usage=replace(last.usage, completion_tokens=completion_tokens))
 
 
 def _shown(piece: Chunk | Completion, as_ids: bool) -> str:

@@ -134,6 +134,7 @@ def test_generate_json_is_one_line_a_chunk(cli: Cli) -> None:
         "finish_reason": None,
         "stop_match": None,
         "usage": {"prompt_tokens": 7, "completion_tokens": 1, "cached_tokens": 3},
+        "index": 0,
     }
     assert (second["text"], second["finish_reason"], second["usage"]["completion_tokens"]) == ("Ω", "length", 2)
 
@@ -604,7 +605,7 @@ def test_chat_offers_what_generate_does() -> None:
         for name in ("generate", "chat")
     }
     # A conversation has many requests, each a chat, streamed, of text.
-    assert flags["generate"] - flags["chat"] == {"--chat", "--token-ids", "--stream", "--request-id"}
+    assert flags["generate"] - flags["chat"] == {"--chat", "--token-ids", "--stream", "--request-id", "--num-outputs"}
     assert flags["chat"] - flags["generate"] == set()
 
 
@@ -636,3 +637,33 @@ def test_chat_aborted_by_somebody_says_so(cli: Cli, threaded_manager: ThreadedMa
 
     assert (result.exit_code, result.stdout) == (1, TEXT + "\n")
     assert "aborted: somebody ended the request" in result.stderr
+
+
+async def _two_outputs(request: pb.GenerateRequest, _context: object) -> AsyncIterator[pb.GenerateResponse]:
+    """Output 1 ends before output 0."""
+    for index, text in ((0, "a"), (1, "b"), (0, "c\n")):
+        yield pb.GenerateResponse(
+            request_id=request.request_id,
+            text=text,
+            token_ids=[index],
+            index=index,
+            usage=common_pb2.Usage(prompt_tokens=7, completion_tokens=2 - index),
+            finish_reason=common_pb2.FINISH_REASON_UNSPECIFIED if text == "a" else common_pb2.FINISH_REASON_LENGTH,
+        )
+
+
+def test_generate_several_outputs_are_printed_as_they_are_complete(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    threaded_manager.scripts.generate = [_two_outputs]
+    result = cli("generate", "hello", "-N", "2", "--usage")
+    assert (result.exit_code, result.stdout) == (0, "[1] b\n[0] ac\n")
+    assert "7 prompt tokens" in result.stderr
+    assert "3 completion tokens" in result.stderr
+    assert [request.n for request in threaded_manager.scripts.of("Generate")] == [2]
+
+
+def test_generate_several_outputs_as_json(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    threaded_manager.scripts.generate = [_two_outputs]
+    pieces = lines(cli("generate", "hello", "-N", "2", "--json"))
+    assert [(piece["index"], piece["text"]) for piece in pieces] == [(0, "a"), (1, "b"), (0, "c\n")]
+    outputs = lines(cli("generate", "hello", "-N", "2", "--json", "--no-stream"))
+    assert [(output["index"], output["text"]) for output in outputs] == [(1, "b"), (0, "ac\n")]

@@ -308,3 +308,54 @@ async def test_resumed_id_stays_within_the_limit(client: AsyncClient, manager: S
     await client.generate("a", request_id="i" * 256)
 
     assert manager.scripts.of("Generate")[1].request_id == "i" * 254 + "~1"
+
+
+async def _two_outputs(request: pb.GenerateRequest, _context: Any) -> Any:
+    """Output 1 is shorter than output 0 and ends first."""
+    assert request.n == 2
+    for index, token in ((0, 65), (1, 66), (0, 67)):
+        yield pb.GenerateResponse(
+            request_id=request.request_id,
+            token_ids=[token],
+            text=chr(token),
+            index=index,
+            usage=usage(2 - index),
+            finish_reason=common_pb2.FINISH_REASON_UNSPECIFIED if token == 65 else common_pb2.FINISH_REASON_LENGTH,
+        )
+
+
+async def test_stream_of_several_outputs_gives_each_its_completion(
+    client: AsyncClient, manager: ScriptedManager
+) -> None:
+    manager.scripts.generate = [_two_outputs, _two_outputs]
+    first, second = await client.stream("hello", n=2).completions()
+    assert (first.text, first.index, first.usage.completion_tokens) == ("AC", 0, 2)
+    assert (second.text, second.index, second.usage.completion_tokens) == ("B", 1, 1)
+    indices = [chunk.index async for chunk in client.stream("hello", n=2)]
+    assert indices == [0, 1, 0]
+
+
+async def test_stream_of_several_outputs_that_breaks_is_not_resumed(
+    client: AsyncClient, manager: ScriptedManager
+) -> None:
+    manager.scripts.generate = [break_after(2), answer]
+    with pytest.raises(UnavailableError, match="connection lost"):
+        await client.stream("hello", n=2).completions()
+    assert len(manager.scripts.of("Generate")) == 1
+
+
+async def test_stream_of_several_outputs_that_has_not_begun_is_tried_again(
+    client: AsyncClient, manager: ScriptedManager
+) -> None:
+    manager.scripts.generate = [break_after(0), _two_outputs]
+    assert [output.text for output in await client.stream("hello", n=2).completions()] == ["AC", "B"]
+    seeds = {request.sampling.seed for request in manager.scripts.of("Generate")}
+    assert len(seeds) == 1
+
+
+async def test_generate_refuses_several_outputs(client: AsyncClient, manager: ScriptedManager) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"n: expected 1 .* got 2; use stream"):
+        await client.generate("hello", n=2)
+    with pytest.raises(InvalidArgumentError, match="n: expected 1"):
+        await client.generate_batch(["hello"], n=2)
+    assert manager.scripts.of("Generate") == []

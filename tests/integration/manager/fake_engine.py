@@ -53,11 +53,13 @@ class FakeEngine:
     def check_open(self) -> None:
         self._check()
 
-    def submit(self, request: NewRequest, sink: OutputSink) -> None:
+    def submit(self, request: NewRequest, sink: OutputSink, *branch_sinks: OutputSink) -> None:
         self._check()
         if request.request_id in self.open:
             raise DuplicateRequestError("DUPLICATE_REQUEST", "expected a new id", request_id=request.request_id)
         self.open[request.request_id] = (request, sink)
+        for (branch_id, _), branch_sink in zip(request.branches, branch_sinks, strict=True):
+            self.open[branch_id] = (request, branch_sink)
 
     def abort(self, request_id: str) -> None:
         if request_id not in self.open:

@@ -7,6 +7,7 @@ import pytest
 from kvplane.common.v1 import common_pb2
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
+from kvmanager_service.core.errors import RowFailedError
 from kvmanager_service.core.request import FinishReason
 from tests.integration.manager.fake_engine import Manager, until
 from tests.unit.manager.manager_builders import CORPUS, generate_request, model_view, text_model
@@ -140,4 +141,38 @@ async def test_generate_many_half_close_waits_for_a_long_text(manager: Manager) 
     await manager.engine.submitted("long")
     manager.engine.step("long", 5, finish=FinishReason.LENGTH)
     assert [list(entry.token_ids) for entry in (await call.read()).outputs] == [[5]]
+    assert await call.read() is grpc.aio.EOF
+
+
+async def test_generate_many_outputs_of_one_request_come_in_one_message_a_step(manager: Manager) -> None:
+    call = manager.inference.GenerateMany()
+    await call.write(pb.GenerateManyRequest(generate=generate_request(request_id="r", n=3)))
+    await call.done_writing()
+    names = ["r", "r#1", "r#2"]
+    await manager.engine.submitted(*names)
+    for step in range(2):
+        for index, name in enumerate(names):
+            manager.engine.step(name, 10 * step + index, finish=FinishReason.LENGTH if step else None)
+        message = await call.read()
+        assert [(entry.request_id, entry.index) for entry in message.outputs] == [("r", 0), ("r", 1), ("r", 2)]
+        assert [list(entry.token_ids) for entry in message.outputs] == [[10 * step + index] for index in range(3)]
+    assert await call.read() is grpc.aio.EOF
+
+
+async def test_generate_many_error_of_one_output_is_the_requests_and_ends_the_others(manager: Manager) -> None:
+    call = manager.inference.GenerateMany()
+    await call.write(pb.GenerateManyRequest(generate=generate_request(request_id="r", n=3)))
+    for order in start("other"):
+        await call.write(order)
+    await manager.engine.submitted("r", "r#1", "r#2", "other")
+    error = RowFailedError("NON_FINITE_LOGITS", "as the test wants")
+    manager.engine.step("r#1", finish=FinishReason.ERROR, error=error)
+    manager.engine.step("r#2", finish=FinishReason.ERROR, error=error)  # in the same step: it is told once
+    message = await call.read()
+    assert [(entry.request_id, entry.error.reason) for entry in message.errors] == [("r", "NON_FINITE_LOGITS")]
+    await until(lambda: manager.engine.aborted == ["r"])
+    manager.engine.step("other", 5, finish=FinishReason.LENGTH)
+    message = await call.read()
+    assert ([entry.request_id for entry in message.outputs], list(message.errors)) == (["other"], [])
+    await call.done_writing()
     assert await call.read() is grpc.aio.EOF

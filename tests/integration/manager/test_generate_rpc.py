@@ -9,6 +9,7 @@ import pytest
 from kvplane.common.v1 import common_pb2
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
+from kvmanager_service.core.errors import RowFailedError
 from kvmanager_service.core.request import FinishReason
 from kvmanager_service.pacer import FREE_STREAMS
 from tests.integration.manager.fake_engine import Manager, until
@@ -177,3 +178,51 @@ async def test_get_model_describes_the_model(manager: Manager) -> None:
     assert (model.name, model.max_model_len, model.vocab_size, list(model.eos_token_ids)) == ("tiny", 128, 610, [0])
     assert (model.max_logprobs, model.has_chat_template, model.has_tokenizer) == (5, True, True)
     assert model.dtype == "float32"
+
+
+async def test_generate_several_outputs_each_with_its_text_and_its_end(manager: Manager) -> None:
+    call = manager.inference.Generate(pb.GenerateRequest(request_id="r", text="the", n=3, stopping={"stop": ["dog"]}))
+    await manager.engine.submitted("r", "r#1", "r#2")
+    texts = (" brown", " größe", " dog")
+    for index, text in enumerate(texts):
+        for token_id in ids_of(text):
+            name = f"r#{index}" if index else "r"
+            if name in manager.engine.open:
+                manager.engine.step(name, token_id)
+    manager.engine.step("r", 0, finish=FinishReason.STOP, stop_token_id=0)
+    manager.engine.step("r#1", 7, finish=FinishReason.LENGTH)
+    pieces = [piece async for piece in call]
+    assert {piece.request_id for piece in pieces} == {"r"}
+    by_index = {index: [piece for piece in pieces if piece.index == index] for index in range(3)}
+    assert "".join(piece.text for piece in by_index[0]) == " brown"
+    assert "".join(piece.text for piece in by_index[1]).startswith(" größe")
+    assert "".join(piece.text for piece in by_index[2]) == " "
+    assert [by_index[index][-1].finish_reason for index in range(3)] == [
+        common_pb2.FINISH_REASON_STOP,
+        common_pb2.FINISH_REASON_LENGTH,
+        common_pb2.FINISH_REASON_STOP,
+    ]
+    assert by_index[2][-1].stop_string == "dog"
+    assert {by_index[index][-1].usage.prompt_tokens for index in range(3)} == {1 + len(ids_of("the"))}
+    assert by_index[1][-1].usage.completion_tokens == len(ids_of(" größe")) + 1
+
+
+async def test_generate_error_of_one_output_ends_the_call_and_the_others(manager: Manager) -> None:
+    call = manager.inference.Generate(generate_request(request_id="r", n=2))
+    await manager.engine.submitted("r", "r#1")
+    manager.engine.step("r", 5)
+    error = RowFailedError("NON_FINITE_LOGITS", "as the test wants")
+    manager.engine.step("r#1", finish=FinishReason.ERROR, error=error)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        _ = [piece async for piece in call]
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    await until(lambda: manager.engine.aborted == ["r"])
+
+
+async def test_generate_several_outputs_cancelled_are_aborted(manager: Manager) -> None:
+    call = manager.inference.Generate(generate_request(request_id="r", n=2))
+    await manager.engine.submitted("r", "r#1")
+    manager.engine.step("r#1", 5, finish=FinishReason.LENGTH)
+    await call.read()
+    call.cancel()
+    await until(lambda: manager.engine.aborted == ["r"])

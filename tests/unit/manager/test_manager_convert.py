@@ -195,3 +195,27 @@ def test_convert_prompt_bytes_are_little_endian_int32(ids: list[int]) -> None:
         generate_request(), token_array(ids), SamplingParams(), MODEL, request_id="r", seed=0, arrival_time=0
     )
     assert new.prompt == b"".join(token_id.to_bytes(4, "little") for token_id in ids)
+
+
+def test_convert_outputs_become_branches_with_seeds_of_their_own() -> None:
+    new = convert(generate_request(5, n=3, sampling=pb.SamplingParams(seed=2**64 - 1)))
+    stride = 0x9E3779B97F4A7C15
+    assert (new.request_id, new.seed) == ("r", 2**64 - 1)
+    assert new.branches == (("r#1", stride - 1), ("r#2", (2 * stride - 1) % 2**64))
+    assert convert(generate_request(5, n=2)).branches == (("r#1", 99 + stride),)
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_convert_one_output_has_no_branches(n: int) -> None:
+    assert convert(generate_request(5, n=n, resume_token_ids=pb.TokenIds(ids=[4]))).branches == ()
+
+
+@pytest.mark.parametrize("n", [-1, 129])
+def test_convert_outputs_out_of_range_are_refused(n: int) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"n: expected 1 to 128, or 0 for 1, got {n}"):
+        convert(generate_request(5, n=n))
+
+
+def test_convert_several_outputs_are_not_resumed() -> None:
+    with pytest.raises(InvalidRequestError, match="resume_token_ids: expected none with n above 1"):
+        convert(generate_request(5, n=2, resume_token_ids=pb.TokenIds(ids=[4])))

@@ -41,7 +41,7 @@ class SlowAdmission(Admission):
 
 
 async def test_orders_call_that_ends_while_a_request_comes_out_of_its_thread_leaves_nothing() -> None:
-    engine, many = FakeEngine(), ManyStream()
+    engine, many = FakeEngine(), ManyStream(lambda request_id: None)
     admission = SlowAdmission(engine)
     servicer = InferenceServicer(engine, admission)
 
@@ -59,7 +59,7 @@ async def test_orders_call_that_ends_while_a_request_comes_out_of_its_thread_lea
 
 
 async def test_orders_abort_before_the_admission_has_begun_is_heeded() -> None:
-    engine, many = FakeEngine(), ManyStream()
+    engine, many = FakeEngine(), ManyStream(lambda request_id: None)
     admission = SlowAdmission(engine)
     admission.release.set_result(None)
 

@@ -199,7 +199,7 @@ def test_pacer_few_streams_never_rest_and_many_rest_longer() -> None:
 
 
 async def test_many_stream_pushes_of_one_step_are_one_message() -> None:
-    many = ManyStream()
+    many = ManyStream(lambda request_id: None)
     sinks = [many.sink(RequestStream(f"r{index}", 1, None)) for index in range(5)]
     for sink in sinks:
         many.opened(sink.stream)
@@ -212,7 +212,7 @@ async def test_many_stream_pushes_of_one_step_are_one_message() -> None:
 
 
 async def test_many_stream_several_steps_before_a_read_are_one_entry_a_request() -> None:
-    many = ManyStream()
+    many = ManyStream(lambda request_id: None)
     sink = many.sink(RequestStream("r", 1, None))
     many.opened(sink.stream)
     sink.push(output(1))
@@ -223,7 +223,7 @@ async def test_many_stream_several_steps_before_a_read_are_one_entry_a_request()
 
 
 async def test_many_stream_ends_after_half_close_and_last_request() -> None:
-    many = ManyStream()
+    many = ManyStream(lambda request_id: None)
     sink = many.sink(RequestStream("r", 1, None))
     many.opened(sink.stream)
     many.close_input()
@@ -237,7 +237,7 @@ async def test_many_stream_ends_after_half_close_and_last_request() -> None:
 
 
 async def test_many_stream_error_of_one_request_disturbs_no_other() -> None:
-    many = ManyStream()
+    many = ManyStream(lambda request_id: None)
     bad, good = (many.sink(RequestStream(name, 1, None)) for name in ("bad", "good"))
     many.opened(bad.stream)
     many.opened(good.stream)
@@ -251,7 +251,7 @@ async def test_many_stream_error_of_one_request_disturbs_no_other() -> None:
 
 
 async def test_many_stream_id_used_again_before_a_read_loses_nothing() -> None:
-    many = ManyStream()
+    many = ManyStream(lambda request_id: None)
     first, second = (many.sink(RequestStream("r", 1, None)) for _ in range(2))
     many.opened(first.stream)
     first.push(output(1, finish=FinishReason.LENGTH))
@@ -262,7 +262,7 @@ async def test_many_stream_id_used_again_before_a_read_loses_nothing() -> None:
 
 
 async def test_many_stream_failure_of_the_call_is_raised() -> None:
-    many = ManyStream()
+    many = ManyStream(lambda request_id: None)
     many.close_input(RuntimeError("broken"))
     with pytest.raises(RuntimeError, match="broken"):
         await anext(many)

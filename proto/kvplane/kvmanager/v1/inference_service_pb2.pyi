@@ -36,6 +36,7 @@ class GenerateRequest(google.protobuf.message.Message):
     RESUME_TOKEN_IDS_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
     RETENTION_PRIORITY_FIELD_NUMBER: builtins.int
+    N_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """request_id names the request, at most 256 characters. Empty lets the server choose one. An id that is waiting
     or running gets ALREADY_EXISTS.
@@ -62,6 +63,13 @@ class GenerateRequest(google.protobuf.message.Message):
     """retention_priority says how long the request's blocks are worth keeping once it has ended, in [-100, 100]; higher
     is longer, and INVALID_ARGUMENT beyond. 0 is usual. A block has the highest of the requests that used it while it
     was cached. Only the manager's eviction policy "priority" asks for it.
+    """
+    n: builtins.int
+    """n is how many outputs to produce for the prompt, in [1, 128] and at most SchedulerSettings.max_num_seqs; 0 means 1,
+    and INVALID_ARGUMENT beyond. The prompt is computed once. Output i is what a request of its own would produce with
+    the seed (sampling.seed + i * 0x9E3779B97F4A7C15) mod 2^64, so that output 0 is that of n = 1. Each has its own
+    end; an error ends the request, and with it the others. Above 1, resume_token_ids must be absent: go on from an
+    output by a request of its own, with its seed.
     """
     @property
     def token_ids(self) -> Global___TokenIds:
@@ -100,10 +108,11 @@ class GenerateRequest(google.protobuf.message.Message):
         resume_token_ids: Global___TokenIds | None = ...,
         tenant: builtins.str = ...,
         retention_priority: builtins.int = ...,
+        n: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["chat", b"chat", "prompt", b"prompt", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "retention_priority", b"retention_priority", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "retention_priority", b"retention_priority", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: typing_extensions.TypeAlias = typing.Literal["text", "token_ids", "chat"]
     _WhichOneofArgType_prompt: typing_extensions.TypeAlias = typing.Literal["prompt", b"prompt"]
@@ -369,6 +378,7 @@ class GenerateResponse(google.protobuf.message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: builtins.int
     STOP_STRING_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """request_id names the request."""
     text: builtins.str
@@ -376,11 +386,16 @@ class GenerateResponse(google.protobuf.message.Message):
     the rest of a character, or because they may be the start of a stop string.
     """
     finish_reason: kvplane.common.v1.common_pb2.FinishReason.ValueType
-    """finish_reason is set in the last message only."""
+    """finish_reason is set in the last message of an output only."""
     stop_token_id: builtins.int
     """stop_token_id is the end-of-sequence or stop token that was produced."""
     stop_string: builtins.str
     """stop_string is the stop string that was found."""
+    index: builtins.int
+    """index says which of GenerateRequest.n outputs the piece is of, in [0, n). finish_reason, stop_match and
+    usage.completion_tokens are of that output; usage.prompt_tokens and usage.cached_tokens are of the request, in every
+    output the same and to be counted once.
+    """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """token_ids are the next output tokens. Their text may arrive in a later message."""
@@ -391,7 +406,7 @@ class GenerateResponse(google.protobuf.message.Message):
 
     @property
     def usage(self) -> kvplane.common.v1.common_pb2.Usage:
-        """usage is set in the first and in the last message."""
+        """usage is set in the first and in the last message of an output."""
 
     def __init__(
         self,
@@ -404,10 +419,11 @@ class GenerateResponse(google.protobuf.message.Message):
         stop_token_id: builtins.int = ...,
         stop_string: builtins.str = ...,
         usage: kvplane.common.v1.common_pb2.Usage | None = ...,
+        index: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["stop_match", b"stop_match", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "request_id", b"request_id", "stop_match", b"stop_match", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "request_id", b"request_id", "stop_match", b"stop_match", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_stop_match: typing_extensions.TypeAlias = typing.Literal["stop_token_id", "stop_string"]
     _WhichOneofArgType_stop_match: typing_extensions.TypeAlias = typing.Literal["stop_match", b"stop_match"]
@@ -505,7 +521,7 @@ class GenerateManyResponse(google.protobuf.message.Message):
     ERRORS_FIELD_NUMBER: builtins.int
     @property
     def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GenerateResponse]:
-        """outputs has at most one entry for each request."""
+        """outputs has at most one entry for each output of a request."""
 
     @property
     def errors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RequestError]:
@@ -560,7 +576,7 @@ class AbortRequest(google.protobuf.message.Message):
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """request_id names a waiting or running request."""
+    """request_id names a waiting or running request; "id#i" is its output i alone, as ListRequests shows it, for i from 1."""
     def __init__(
         self,
         *,

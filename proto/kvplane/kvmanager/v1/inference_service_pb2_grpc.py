@@ -90,8 +90,8 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Abort ends a request. Its stream gets a last message with FINISH_REASON_ABORT. Errors: NOT_FOUND when no such
-        request is waiting or running.
+        """Abort ends a request, all its outputs. Its stream gets a last message with FINISH_REASON_ABORT for each that has not
+        ended. Errors: NOT_FOUND when no such request is waiting or running.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

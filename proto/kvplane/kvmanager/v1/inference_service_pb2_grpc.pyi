@@ -46,8 +46,8 @@ class InferenceServiceStub:
     every unfinished request is aborted.
     """
     Abort: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.AbortRequest, kvplane.kvmanager.v1.inference_service_pb2.AbortResponse]
-    """Abort ends a request. Its stream gets a last message with FINISH_REASON_ABORT. Errors: NOT_FOUND when no such
-    request is waiting or running.
+    """Abort ends a request, all its outputs. Its stream gets a last message with FINISH_REASON_ABORT for each that has not
+    ended. Errors: NOT_FOUND when no such request is waiting or running.
     """
     GetModel: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GetModelRequest, kvplane.kvmanager.v1.inference_service_pb2.GetModelResponse]
     """GetModel describes the model being served. Errors: UNAVAILABLE before the first executor is ready."""
@@ -76,8 +76,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     every unfinished request is aborted.
     """
     Abort: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.AbortRequest, kvplane.kvmanager.v1.inference_service_pb2.AbortResponse]  # type: ignore[assignment]
-    """Abort ends a request. Its stream gets a last message with FINISH_REASON_ABORT. Errors: NOT_FOUND when no such
-    request is waiting or running.
+    """Abort ends a request, all its outputs. Its stream gets a last message with FINISH_REASON_ABORT for each that has not
+    ended. Errors: NOT_FOUND when no such request is waiting or running.
     """
     GetModel: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GetModelRequest, kvplane.kvmanager.v1.inference_service_pb2.GetModelResponse]  # type: ignore[assignment]
     """GetModel describes the model being served. Errors: UNAVAILABLE before the first executor is ready."""
@@ -121,8 +121,8 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         request: kvplane.kvmanager.v1.inference_service_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvplane.kvmanager.v1.inference_service_pb2.AbortResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.inference_service_pb2.AbortResponse]]:
-        """Abort ends a request. Its stream gets a last message with FINISH_REASON_ABORT. Errors: NOT_FOUND when no such
-        request is waiting or running.
+        """Abort ends a request, all its outputs. Its stream gets a last message with FINISH_REASON_ABORT for each that has not
+        ended. Errors: NOT_FOUND when no such request is waiting or running.
         """
 
     @abc.abstractmethod

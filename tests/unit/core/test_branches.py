@@ -1,0 +1,431 @@
+"""Requests with branches: one prompt, computed once, sampled as often as there are sequences."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvmanager_service.core.errors import (
+    DuplicateRequestError,
+    InvalidRequestError,
+    QueueFullError,
+    RowFailedError,
+    UnknownRequestError,
+)
+from kvmanager_service.core.fair_queue import FairWeights
+from kvmanager_service.core.request import FinishReason, NewRequest, RequestStatus
+from kvmanager_service.core.scheduler import Scheduler
+from kvmanager_service.core.suspects import MAX_FAILED_STEPS
+from kvmanager_service.step_message import build_execute_request
+from tests.unit.core.builders import (
+    block_ids,
+    make_kv,
+    make_new,
+    make_result,
+    make_scheduler,
+    outputs_of,
+    read_int32,
+    rows_of,
+    run_step,
+    state_of,
+)
+
+
+def with_branches(new: NewRequest, count: int) -> NewRequest:
+    """The same request with so many further sequences, seeds 101, 102, …"""
+    branches = tuple((f"{new.request_id}#{index}", 100 + index) for index in range(1, count + 1))
+    return dataclasses.replace(new, branches=branches)
+
+
+def started(count: int = 2, prompt: int = 6, **values: object) -> Scheduler:
+    """A scheduler whose one request `a`, with branches, has got its first tokens: 11, 12, …"""
+    scheduler = make_scheduler(make_kv(num_blocks=20), **values)  # type: ignore[arg-type]
+    scheduler.add_request(with_branches(make_new("a", prompt), count))
+    run_step(scheduler, list(range(11, 12 + count)))
+    return scheduler
+
+
+def test_prompt_is_computed_once_and_sampled_for_each_branch() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=20))
+    scheduler.add_request(with_branches(make_new("a", 6, seed=100), 2))
+    step = scheduler.schedule()
+    assert rows_of(step) == {"a": (0, 6)}
+    assert step is not None
+    assert step.num_samples == 3
+    sampling = build_execute_request(step, 1, 4).sampling
+    assert read_int32(sampling.rows.data) == [0, 0, 0]
+    assert list(sampling.seeds) == [100, 101, 102]
+    scheduler.update(make_result(step, [11, 12, 13]))
+    scheduler.check_integrity()
+    assert {request_id: output.token_ids for request_id, output in outputs_of(scheduler).items()} == {
+        "a": [11],
+        "a#1": [12],
+        "a#2": [13],
+    }
+    assert scheduler.stats.tokens_computed == 6
+    assert scheduler.stats.tokens_generated == 3
+
+
+def test_next_step_copies_the_shared_block_for_all_but_the_last() -> None:
+    scheduler = started(2)
+    shared = scheduler.requests["a"].blocks[1].block_id
+    step = run_step(scheduler)
+    assert rows_of(step) == {"a": (6, 1), "a#1": (6, 1), "a#2": (6, 1)}
+    assert [copy.source_id for copy in step.copies] == [shared, shared]
+    tables = [block_ids(request.blocks) for request in scheduler.running.values()]
+    assert len({table[0] for table in tables}) == 1
+    assert sorted(table[1] for table in tables) == sorted([shared, *(copy.target_id for copy in step.copies)])
+    assert scheduler.stats.tokens_computed == 9
+
+
+def test_branches_are_fed_their_own_samples_while_these_are_out() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=20), max_outstanding=2)
+    scheduler.add_request(with_branches(make_new("a", 6), 2))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert first is not None
+    assert second is not None
+    assert [(row.request.request_id, row.feeds_from) for row in second.rows] == [("a", 0), ("a#1", 1), ("a#2", 2)]
+    scheduler.check_integrity()
+    scheduler.update(make_result(first, [11, 12, 13]))
+    scheduler.update(make_result(second, [21, 22, 23]))
+    scheduler.check_integrity()
+    assert [read_int32(request.tokens(6, 8)) for request in scheduler.running.values()] == [
+        [11, 21],
+        [12, 22],
+        [13, 23],
+    ]
+
+
+def test_chunked_prompt_is_forked_by_its_last_chunk() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=20), max_num_batched_tokens=4)
+    scheduler.add_request(with_branches(make_new("a", 6), 2))
+    assert run_step(scheduler).num_samples == 0
+    assert list(scheduler.running) == ["a"]
+    assert scheduler.book.num_followers == 2
+    step = scheduler.schedule()
+    assert step is not None
+    assert step.num_samples == 3
+    assert list(scheduler.running) == ["a", "a#1", "a#2"]
+
+
+def test_samples_of_other_rows_stay_in_the_order_of_the_rows() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=30))
+    scheduler.add_request(with_branches(make_new("a", 6, seed=100), 1))
+    scheduler.add_request(with_branches(make_new("b", 5, seed=100), 2))
+    step = scheduler.schedule()
+    assert step is not None
+    assert read_int32(build_execute_request(step, 1, 4).sampling.rows.data) == [0, 0, 1, 1, 1]
+    scheduler.update(make_result(step, [1, 2, 3, 4, 5]))
+    tokens = {request_id: output.token_ids for request_id, output in outputs_of(scheduler).items()}
+    assert tokens == {"a": [1], "a#1": [2], "b": [3], "b#1": [4], "b#2": [5]}
+
+
+def test_each_branch_has_an_end_of_its_own() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=20))
+    scheduler.add_request(with_branches(make_new("a", 6, max_tokens=2, stop=[99]), 2))
+    run_step(scheduler, [99, 12, 13])
+    outputs = outputs_of(scheduler)
+    assert outputs["a"].finish_reason is FinishReason.STOP
+    assert outputs["a#1"].finish_reason is None
+    run_step(scheduler, [99, 23])
+    outputs = outputs_of(scheduler)
+    assert outputs["a#1"].finish_reason is FinishReason.STOP
+    assert outputs["a#2"].finish_reason is FinishReason.LENGTH
+    assert not scheduler.has_work
+    assert scheduler.kv.pool.num_free_blocks == 19
+
+
+def test_min_tokens_suppresses_the_stop_tokens_of_every_branch() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=20))
+    scheduler.add_request(with_branches(make_new("a", 6, min_tokens=1, stop=[99]), 2))
+    step = scheduler.schedule()
+    assert step is not None
+    sampling = build_execute_request(step, 1, 4).sampling
+    assert [list(params.suppressed_token_ids) for params in sampling.params] == [[99]]
+    assert read_int32(sampling.params_index.data) == [0, 0, 0]
+
+
+# --- places, queue and ids -------------------------------------------------------------------------------------------
+
+
+def test_places_are_kept_for_branches_that_are_not_forked_yet() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=30), max_num_seqs=4, max_num_batched_tokens=4)
+    scheduler.add_request(with_branches(make_new("a", 7), 2))
+    scheduler.add_request(make_new("b", 1))
+    scheduler.add_request(make_new("c", 1))
+    for _ in range(3):
+        run_step(scheduler)
+    assert set(scheduler.running) == {"a", "b", "a#1", "a#2"}
+    assert list(scheduler.waiting) == [scheduler.requests["c"]]
+
+
+def test_a_request_waits_until_there_is_a_place_for_all_its_branches() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=30), max_num_seqs=3)
+    scheduler.add_request(make_new("b", 3, max_tokens=2))
+    scheduler.add_request(with_branches(make_new("a", 6), 2))
+    assert rows_of(run_step(scheduler)) == {"b": (0, 3)}
+    run_step(scheduler)
+    assert rows_of(run_step(scheduler, [1, 2, 3])) == {"a": (0, 6)}
+    assert len(scheduler.running) == 3
+
+
+def test_more_sequences_than_may_run_are_refused() -> None:
+    scheduler = make_scheduler(max_num_seqs=3)
+    with pytest.raises(InvalidRequestError, match=r"n: expected at most max_num_seqs \(3\), got 4"):
+        scheduler.add_request(with_branches(make_new("a"), 3))
+    assert not scheduler.has_work
+    scheduler.add_request(with_branches(make_new("a"), 2))
+
+
+def test_branches_count_as_waiting() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=30), max_waiting=3)
+    scheduler.add_request(with_branches(make_new("a"), 2))
+    with pytest.raises(QueueFullError, match="fewer than 3 waiting requests, got 3"):
+        scheduler.add_request(make_new("b"))
+    run_step(scheduler)
+    scheduler.add_request(make_new("b"))
+
+
+def test_the_ids_of_a_family_are_in_use_until_its_last_has_ended() -> None:
+    scheduler = started(1)
+    scheduler.finish("a")
+    for taken in ("a", "a#1"):
+        with pytest.raises(DuplicateRequestError):
+            scheduler.add_request(make_new(taken))
+    with pytest.raises(DuplicateRequestError):
+        scheduler.add_request(dataclasses.replace(make_new("x"), branches=(("y", 1), ("y", 2))))
+    scheduler.finish("a#1")
+    scheduler.add_request(make_new("a"))
+    scheduler.check_integrity()
+
+
+def test_branches_whose_prompt_can_never_fit_are_refused_whole() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=3))
+    with pytest.raises(InvalidRequestError, match="at most 7 tokens"):
+        scheduler.add_request(with_branches(make_new("a", 8), 1))
+    assert not scheduler.has_work
+    scheduler.check_integrity()
+
+
+# --- ends --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_abort_ends_every_branch(steps: int) -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=20))
+    scheduler.add_request(with_branches(make_new("a", 6), 2))
+    for _ in range(steps):
+        run_step(scheduler)
+    scheduler.take_outputs()
+    scheduler.abort("a")
+    scheduler.check_integrity()
+    assert {request_id: output.finish_reason for request_id, output in outputs_of(scheduler).items()} == dict.fromkeys(
+        ("a", "a#1", "a#2"), FinishReason.ABORT
+    )
+    assert not scheduler.has_work
+    with pytest.raises(UnknownRequestError):
+        scheduler.abort("a")
+
+
+def test_abort_after_the_first_branch_has_ended_ends_the_others() -> None:
+    scheduler = started(2)
+    scheduler.finish("a")
+    scheduler.take_outputs()
+    scheduler.abort("a")
+    assert set(outputs_of(scheduler)) == {"a#1", "a#2"}
+    assert not scheduler.has_work
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_abort_of_one_branch_leaves_the_others(steps: int) -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=20))
+    scheduler.add_request(with_branches(make_new("a", 6), 2))
+    for _ in range(steps):
+        run_step(scheduler)
+    scheduler.abort("a#1")
+    scheduler.check_integrity()
+    run_step(scheduler)
+    assert list(scheduler.running) == ["a", "a#2"]
+
+
+def test_failed_row_ends_every_branch_it_sampled_for() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=20), max_outstanding=2)
+    scheduler.add_request(with_branches(make_new("a", 6), 1))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert first is not None
+    assert second is not None
+    result = make_result(first, [-1, -1], failed=[0])
+    scheduler.update(result)
+    scheduler.check_integrity()
+    outputs = outputs_of(scheduler)
+    assert {type(output.error) for output in outputs.values()} == {RowFailedError}
+    assert set(outputs) == {"a", "a#1"}
+    scheduler.update(make_result(second))
+    assert scheduler.kv.pool.num_cached_blocks == 0
+    assert scheduler.kv.pool.num_free_blocks == 19
+
+
+def test_failed_chunk_reschedules_branches_that_a_later_step_has_forked() -> None:
+    """No block is full, so no hash tells that the branch read what the failed row has written."""
+    scheduler = make_scheduler(make_kv(num_blocks=20, block_size=16), max_outstanding=2, max_num_batched_tokens=4)
+    scheduler.add_request(with_branches(make_new("a", 6), 1))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert first is not None
+    assert second is not None
+    assert "a#1" in scheduler.running
+    scheduler.update(make_result(first, failed=[0]))
+    scheduler.check_integrity()
+    assert isinstance(outputs_of(scheduler)["a"].error, RowFailedError)
+    assert scheduler.requests["a#1"].status is RequestStatus.PREEMPTED
+    scheduler.update(make_result(second, [5, 6]))
+    assert scheduler.requests["a#1"].num_output_tokens == 0
+    assert rows_of(scheduler.schedule()) == {"a#1": (0, 4)}
+
+
+def test_lost_step_makes_branches_requests_of_their_own() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=20))
+    scheduler.add_request(with_branches(make_new("a", 6), 2))
+    scheduler.schedule()
+    scheduler.lose_steps()
+    scheduler.check_integrity()
+    assert [request.request_id for request in scheduler.waiting] == ["a", "a#1", "a#2"]
+    step = scheduler.schedule()
+    assert rows_of(step) == {"a": (0, 6), "a#1": (4, 2), "a#2": (4, 2)}
+
+
+def test_branches_that_break_the_executor_end_together() -> None:
+    """Each would break it as often again before it ends."""
+    scheduler = make_scheduler(make_kv(num_blocks=20))
+    scheduler.add_request(with_branches(make_new("a", 6), 2))
+    for _ in range(MAX_FAILED_STEPS):
+        assert scheduler.has_work
+        scheduler.schedule()
+        scheduler.lose_steps()
+        scheduler.check_integrity()
+    assert not scheduler.has_work
+    assert {output.finish_reason for output in outputs_of(scheduler).values()} == {FinishReason.ERROR}
+
+
+# --- blocks run short ------------------------------------------------------------------------------------------------
+
+
+def test_branches_without_a_block_to_copy_to_take_turns() -> None:
+    """The prompt fills the pool: one branch writes in place, the other waits, and nobody hangs."""
+    scheduler = make_scheduler(make_kv(num_blocks=3))
+    scheduler.add_request(with_branches(make_new("a", 6, max_tokens=2), 1))
+    run_step(scheduler, [11, 12])
+    step = run_step(scheduler, [22])
+    assert step.copies == []
+    assert len(step.rows) == 1
+    for _ in range(3):
+        if scheduler.has_work:
+            run_step(scheduler, [33])
+    outputs = [output for output in scheduler.take_outputs() if output.finish_reason is not None]
+    assert [output.finish_reason for output in outputs] == [FinishReason.LENGTH] * 2
+
+
+def test_preempted_leader_keeps_its_followers() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=20), max_num_batched_tokens=4)
+    scheduler.add_request(with_branches(make_new("a", 6), 2))
+    scheduler.schedule()
+    scheduler.lose_steps()
+    scheduler.check_integrity()
+    assert list(scheduler.waiting) == [scheduler.requests["a"]]
+    assert scheduler.book.num_followers == 2
+    assert [run_step(scheduler).num_samples for _ in range(2)] == [0, 3]
+
+
+def test_fair_policy_charges_the_prompt_once_and_every_output() -> None:
+    weights = FairWeights(input=1.0, output=2.0, cached=0.0)
+    scheduler = make_scheduler(make_kv(num_blocks=20), policy="fair", fair_weights=weights)
+    scheduler.add_request(with_branches(make_new("a", 6, tenant="t"), 2))
+    run_step(scheduler)
+    assert scheduler.waiting.served("t") == 6 + 3 * 2.0
+    scheduler.abort("a")
+    scheduler.add_request(make_new("b", 6, tenant="t"))  # the account was closed and opens again
+    scheduler.check_integrity()
+
+
+# --- fork at any time --------------------------------------------------------------------------------------------
+
+
+def grown(num_tokens: int = 3) -> Scheduler:
+    """A scheduler with one running request `a` of a prompt of 6 and output tokens 7."""
+    scheduler = make_scheduler(make_kv(num_blocks=20))
+    scheduler.add_request(make_new("a", range(6)))
+    for _ in range(num_tokens):
+        run_step(scheduler)
+    return scheduler
+
+
+def test_fork_computes_only_what_the_parent_has_not() -> None:
+    scheduler = grown(3)
+    computed = scheduler.stats.tokens_computed
+    child = scheduler.fork("a", make_new("b", range(6), resumed=[7, 7, 50]))
+    assert child.status is RequestStatus.RUNNING
+    assert child.num_computed_tokens == 8
+    assert block_ids(child.blocks) == block_ids(scheduler.requests["a"].blocks)[:2]
+    scheduler.check_integrity()
+    assert rows_of(run_step(scheduler)) == {"a": (8, 1), "b": (8, 1)}
+    assert scheduler.stats.tokens_computed == computed + 2
+
+
+def test_fork_in_the_middle_of_a_block_copies_it() -> None:
+    scheduler = grown(2)
+    scheduler.fork("a", make_new("b", range(6), resumed=[50]))
+    step = run_step(scheduler)
+    assert rows_of(step) == {"a": (7, 1), "b": (6, 1)}
+    assert len(step.copies) == 1
+
+
+def test_fork_shares_only_what_is_acknowledged() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=20), max_num_batched_tokens=4)
+    scheduler.add_request(make_new("a", range(10)))
+    run_step(scheduler)
+    scheduler.schedule()
+    assert scheduler.requests["a"].num_computed_tokens == 8
+    assert scheduler.fork("a", make_new("b", [*range(9), 50])).num_computed_tokens == 4
+    scheduler.check_integrity()
+
+
+def test_fork_with_other_tokens_or_keys_is_refused_and_changes_nothing() -> None:
+    scheduler = grown(3)
+    before = state_of(scheduler)
+    for new in (make_new("b", [9, 9, 9, 9]), make_new("b", range(7), salt="s")):
+        with pytest.raises(InvalidRequestError) as caught:
+            scheduler.fork("a", new)
+        assert caught.value.reason == "NOT_A_FORK"
+        assert state_of(scheduler) == before
+    with pytest.raises(UnknownRequestError):
+        scheduler.fork("x", make_new("b", range(7)))
+    with pytest.raises(DuplicateRequestError):
+        scheduler.fork("a", make_new("a", range(7)))
+    assert state_of(scheduler) == before
+
+
+def test_fork_without_a_place_waits() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=20), max_num_seqs=1)
+    scheduler.add_request(make_new("a", range(6)))
+    run_step(scheduler)
+    child = scheduler.fork("a", make_new("b", range(6), resumed=[50]))
+    assert child.status is RequestStatus.WAITING
+    scheduler.abort("a")
+    assert rows_of(run_step(scheduler)) == {"b": (4, 3)}
+
+
+def test_beam_search_computes_no_token_twice() -> None:
+    """Width 2: after each step both beams go on from the better one."""
+    scheduler = make_scheduler(make_kv(num_blocks=40))
+    scheduler.add_request(with_branches(make_new("a", range(6), max_tokens=100), 1))
+    run_step(scheduler, [10, 11])
+    best, other = "a", "a#1"
+    for turn in range(10):
+        scheduler.abort(other)
+        tokens = read_int32(scheduler.requests[best].tokens(6, 7 + turn))
+        other = f"b{turn}"
+        child = scheduler.fork(best, make_new(other, range(6), resumed=[*tokens[:-1], 100 + turn], max_tokens=100))
+        assert child.num_computed_tokens == 6 + turn
+        run_step(scheduler, {best: 20, other: 30})
+        best, other = other, best
+    assert scheduler.stats.tokens_computed == 6 + 2 * 10
