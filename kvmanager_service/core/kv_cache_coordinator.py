@@ -14,6 +14,7 @@ multiple of all block sizes and never the whole sequence. Source: vLLM's hybrid 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from math import gcd, lcm
 
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
@@ -399,9 +400,13 @@ class KVCacheCoordinator:
 
     # --- checks ---------------------------------------------------------------------------------------------------
 
-    def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Check the pool against all tables of all requests that hold blocks. Raises AssertionError."""
-        self.pool.check_integrity(self._checked_tables(requests))
+    def check_integrity(self, requests: Iterable[Request], detached: Iterable[list[KVCacheBlock]] = ()) -> None:
+        """Check the pool against all tables of all requests that hold blocks, and detached ones: there are none.
+
+        Raises:
+            AssertionError: an invariant does not hold.
+        """
+        self.pool.check_integrity(chain(self._checked_tables(requests), detached))
 
     def _checked_tables(self, requests: Iterable[Request]) -> Iterator[list[KVCacheBlock]]:
         group_of: dict[int, int] = {}
