@@ -86,8 +86,8 @@ class Scheduler:
         if isinstance(self.kv, KVCacheManager):
             return SwapSpace(self.kv, num_host_blocks, self._swap_policy, self.stats) if num_host_blocks else None
         raise ValueError(
-            f"preemption_mode: expected {RECOMPUTE} for a cache of several KV groups, or one that is not full attention, "
-            f"got {self.config.preemption_mode}"
+            f"preemption_mode: expected {RECOMPUTE} for a cache of several KV groups, or one that is not full "
+            f"attention, got {self.config.preemption_mode}"
         )
 
     # --- requests come and go -------------------------------------------------------------------------------------

@@ -103,6 +103,10 @@ class SwapSpace:
         """Host blocks that hold a copy, or are being copied from or to."""
         return self.num_host_blocks - len(self._free_host_ids)
 
+    def requests(self) -> list[Request]:
+        """Whose blocks are in host memory, or on their way there or back."""
+        return [copy.request for copy in self._copies.values()]
+
     # --- a request leaves -----------------------------------------------------------------------------------------
 
     def leave(self, request: Request, plan: StepPlan | None) -> None:
