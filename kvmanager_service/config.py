@@ -111,6 +111,11 @@ class ManagerConfig(BaseSettings):
         lt=1.0,
         description="Share of the blocks kept free when a request is admitted, against preemption soon after.",
     )
+    preemption_mode: Literal["recompute", "swap", "auto"] = Field(
+        "recompute",
+        description="What becomes of a preempted request's blocks: computed again, copied to the executor's host memory"
+        " and back (start the executor with --swap-space), or whichever was measured to be cheaper.",
+    )
     lease_ms: int = Field(
         10_000, ge=300, le=3_600_000, description="How long an executor's registration is valid, in milliseconds."
     )

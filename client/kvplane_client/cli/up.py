@@ -58,6 +58,7 @@ def up(
     max_num_batched_tokens: up_opt.MaxNumBatchedTokens = None,
     max_num_seqs: up_opt.MaxNumSeqs = None,
     policy: up_opt.Policy = None,
+    preemption_mode: up_opt.PreemptionMode = None,
     manager_arg: up_opt.ManagerArg = None,
     executor_arg: up_opt.ExecutorArg = None,
     restart_executor: up_opt.RestartExecutor = True,
@@ -71,6 +72,7 @@ def up(
         "--max-num-batched-tokens": max_num_batched_tokens,
         "--max-num-seqs": max_num_seqs,
         "--policy": policy,
+        "--preemption-mode": preemption_mode,
         "--drain-timeout-s": drain_seconds,
     }
     executor_flags = {

@@ -27,6 +27,7 @@ __all__ = [
     "NumBlocksOverride",
     "Policy",
     "Port",
+    "PreemptionMode",
     "RestartExecutor",
     "StateDir",
     "SwapSpace",
@@ -86,6 +87,10 @@ MaxNumSeqs = Annotated[
     int | None, typer.Option("--max-num-seqs", help="Most requests running at once.", rich_help_panel=_MANAGER)
 ]
 Policy = Annotated[str | None, typer.Option("--policy", help="fcfs, priority or fair.", rich_help_panel=_MANAGER)]
+PreemptionMode = Annotated[
+    str | None,
+    typer.Option("--preemption-mode", help="recompute, swap (with --swap-space) or auto.", rich_help_panel=_MANAGER),
+]
 ManagerArg = Annotated[
     list[str] | None,
     typer.Option("--manager-arg", help="Passed to the manager as it is. Repeat.", rich_help_panel=_MANAGER),
