@@ -94,12 +94,20 @@ def _run(options: argparse.Namespace, trace: Sequence[TraceRequest], kv: KVCache
             max_num_seqs=options.max_num_seqs,
             max_waiting=len(trace),
             max_outstanding=2 if options.queue_ahead else 1,
+            preemption_mode=options.preemption_mode,
         )
-        return TimedReplay(trace, Scheduler(config, kv), _cost(options), options.speedup, on_done).run()
+        scheduler = Scheduler(config, kv, options.num_host_blocks)
+        return TimedReplay(trace, scheduler, _cost(options), options.speedup, on_done).run()
 
 
 def _cost(options: argparse.Namespace) -> CostModel:
-    return CostModel(options.step_us, options.prefill_token_us, options.decode_row_us, options.context_token_us)
+    return CostModel(
+        step_us=options.step_us,
+        prefill_token_us=options.prefill_token_us,
+        decode_row_us=options.decode_row_us,
+        context_token_us=options.context_token_us,
+        copy_token_us=options.copy_token_us,
+    )
 
 
 def _most_blocks(trace: Sequence[TraceRequest], block_size: int) -> int:
