@@ -9,7 +9,7 @@ import sys
 
 def main() -> int:
     """Run them; the model's one only where a model is named."""
-    names = ["bench_core", "bench_scale", "bench_peer", "bench_split"]
+    names = ["bench_core", "bench_scale", "bench_swap", "bench_peer", "bench_split"]
     if os.environ.get("KVPLANE_TEST_MODEL"):
         names.append("bench_serve")
     for name in names:

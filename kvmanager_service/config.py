@@ -113,6 +113,11 @@ class ManagerConfig(BaseSettings):
         lt=1.0,
         description="Share of the blocks kept free when a request is admitted, against preemption soon after.",
     )
+    preemption_mode: Literal["recompute", "swap", "auto"] = Field(
+        "recompute",
+        description="What becomes of a preempted request's blocks: computed again, copied to the executor's host memory"
+        " and back (start the executor with --swap-space), or whichever was measured to be cheaper.",
+    )
     max_pools: int = Field(
         16,
         ge=0,

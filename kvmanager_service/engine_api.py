@@ -90,6 +90,8 @@ class PoolView:
     free_blocks: int
     cached_blocks: int
     kv_epoch: int
+    num_host_blocks: int = 0
+    used_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,8 @@ class EngineStats:
     prefix_hits: int = 0
     blocks_evicted: int = 0
     tenants: Sequence[TenantView] = ()
+    swapped_out: int = 0
+    swapped_in: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def engine_stats(uptime_seconds: float, state: ManagerState, scheduler: Schedule
     """Counters and gauges; without a scheduler there is nothing to count yet."""
     if scheduler is None:
         return EngineStats(uptime_seconds, state)
-    stats, pool = scheduler.stats, scheduler.kv.pool
+    stats, pool, swap_space = scheduler.stats, scheduler.kv.pool, scheduler.swap_space
     return EngineStats(
         uptime_seconds=uptime_seconds,
         state=state,
@@ -41,6 +41,8 @@ def engine_stats(uptime_seconds: float, state: ManagerState, scheduler: Schedule
             free_blocks=pool.num_free_blocks,
             cached_blocks=pool.num_cached_blocks,
             kv_epoch=kv_epoch,
+            num_host_blocks=0 if swap_space is None else swap_space.num_host_blocks,
+            used_host_blocks=0 if swap_space is None else swap_space.num_used_host_blocks,
         ),
         requests_waiting=len(scheduler.waiting) + scheduler.book.num_followers,
         requests_running=len(scheduler.running),
@@ -55,6 +57,8 @@ def engine_stats(uptime_seconds: float, state: ManagerState, scheduler: Schedule
         prefix_hits=stats.prefix_hits,
         blocks_evicted=stats.blocks_evicted + pool.num_evictions,
         tenants=_tenant_views(scheduler),
+        swapped_out=stats.swapped_out,
+        swapped_in=stats.swapped_in,
     )
 
 

@@ -24,7 +24,7 @@ from kvmanager_service.core.fair_queue import FairWeights
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import FinishReason, NewRequest, RequestOutput
 from kvmanager_service.core.scheduler import Scheduler
-from kvmanager_service.core.scheduler_config import SchedulerConfig
+from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig
 from kvmanager_service.core.step import Step
 from kvmanager_service.engine_api import OutputSink
 from kvmanager_service.executor_client import ExecutorLostError, ReadyExecutor, StepStream
@@ -135,15 +135,25 @@ class StepLoop:
         )
         adopted = kv.adopt(ready.tagged)
         if self.scheduler is None:
-            self.scheduler = Scheduler(_scheduler_config(self._config), kv)
+            self.scheduler = Scheduler(_scheduler_config(self._config), kv, ready.num_host_blocks)
         else:
-            self.scheduler.replace_cache(kv)
+            self.scheduler.replace_cache(kv, ready.num_host_blocks)
         self.kv_epoch = kv_cache.kv_epoch
         self._publish()
         settle_heap()
         _log.info(
-            "kv_cache_ready", num_blocks=kv_cache.num_blocks, block_size=kv_cache.block_size, adopted_blocks=adopted
+            "kv_cache_ready",
+            num_blocks=kv_cache.num_blocks,
+            block_size=kv_cache.block_size,
+            num_host_blocks=ready.num_host_blocks,
+            adopted_blocks=adopted,
         )
+        if self._config.preemption_mode != RECOMPUTE and not ready.num_host_blocks:
+            _log.warning(
+                "no_swap_space",
+                preemption_mode=self._config.preemption_mode,
+                note="preempted requests recompute; start the executor with --swap-space, such as 4GiB",
+            )
 
     def lose(self, *, blame: bool) -> bool:
         """The executor can not be used any more: schedule everything anew.
@@ -227,6 +237,7 @@ def _scheduler_config(config: ManagerConfig) -> SchedulerConfig:
         max_waiting=config.max_waiting,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         watermark=config.watermark,
+        preemption_mode=config.preemption_mode,
         max_outstanding=2 if config.queue_ahead else 1,
         fair_weights=FairWeights(
             input=config.fair_input_weight, output=config.fair_output_weight, cached=config.fair_cached_weight

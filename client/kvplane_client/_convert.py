@@ -105,11 +105,21 @@ def stats_from(stats: manager_pb.GetStatsResponse) -> mt.Stats:
         tenants=tuple(
             mt.TenantStats(one.tenant, one.requests_waiting, one.requests_running, one.served) for one in stats.tenants
         ),
+        swapped_out=stats.swapped_out,
+        swapped_in=stats.swapped_in,
     )
 
 
 def _pool_from(pool: manager_pb.PoolStats) -> mt.PoolStats:
-    return mt.PoolStats(pool.block_size, pool.num_blocks, pool.free_blocks, pool.cached_blocks, pool.kv_epoch)
+    return mt.PoolStats(
+        block_size=pool.block_size,
+        num_blocks=pool.num_blocks,
+        free_blocks=pool.free_blocks,
+        cached_blocks=pool.cached_blocks,
+        kv_epoch=pool.kv_epoch,
+        num_host_blocks=pool.num_host_blocks,
+        used_host_blocks=pool.used_host_blocks,
+    )
 
 
 def _settings_from(settings: manager_pb.SchedulerSettings) -> mt.SchedulerSettings:
@@ -125,6 +135,7 @@ def _settings_from(settings: manager_pb.SchedulerSettings) -> mt.SchedulerSettin
         fair_output_weight=settings.fair_output_weight,
         fair_cached_weight=settings.fair_cached_weight,
         isolate_tenants=settings.isolate_tenants,
+        preemption_mode=settings.preemption_mode,
     )
 
 

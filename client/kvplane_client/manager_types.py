@@ -102,6 +102,8 @@ class PoolStats:
         free_blocks: Blocks no request references.
         cached_blocks: Blocks with a hash, free or in use.
         kv_epoch: Names the executor's cache content.
+        num_host_blocks: Blocks in host memory that the manager swaps to; 0 where it does not.
+        used_host_blocks: Those that hold blocks of preempted requests, or are being copied.
     """
 
     block_size: int
@@ -109,6 +111,8 @@ class PoolStats:
     free_blocks: int
     cached_blocks: int
     kv_epoch: int
+    num_host_blocks: int
+    used_host_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,7 @@ class SchedulerSettings:
     fair_output_weight: float
     fair_cached_weight: float
     isolate_tenants: bool
+    preemption_mode: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +171,8 @@ class Stats:
     blocks_evicted: int
     settings: SchedulerSettings
     tenants: tuple[TenantStats, ...]
+    swapped_out: int
+    swapped_in: int
 
 
 @dataclass(frozen=True, slots=True)

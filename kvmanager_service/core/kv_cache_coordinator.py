@@ -13,6 +13,7 @@ A hit is a length that all groups agree on, see `group_hits`: a multiple of all 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from kvmanager_service.core.block import KVCacheBlock
 from kvmanager_service.core.block_events import BlockEventLog
@@ -417,9 +418,13 @@ class KVCacheCoordinator:
 
     # --- checks ---------------------------------------------------------------------------------------------------
 
-    def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Check the pool against all tables of all requests that hold blocks. Raises AssertionError."""
-        self.pool.check_integrity(self._checked_tables(requests))
+    def check_integrity(self, requests: Iterable[Request], detached: Iterable[list[KVCacheBlock]] = ()) -> None:
+        """Check the pool against all tables of all requests that hold blocks, and detached ones: there are none.
+
+        Raises:
+            AssertionError: an invariant does not hold.
+        """
+        self.pool.check_integrity(chain(self._checked_tables(requests), detached))
 
     def _checked_tables(self, requests: Iterable[Request]) -> Iterator[list[KVCacheBlock]]:
         group_of: dict[int, int] = {}

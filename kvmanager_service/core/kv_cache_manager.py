@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_events import BlockEventLog
@@ -275,15 +276,29 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Take all blocks back, the deepest first, so that the deepest part of a prefix is evicted first."""
-        self.pool.note_use(request.blocks, request.retention_priority)
-        self.pool.free_blocks(reversed(request.blocks))
-        self._note(request, request.blocks, BlockMoment.FREED)
+        self.give_back(request, request.blocks)
         request.blocks = []
         request.block_id_bytes = bytearray()
         request.contents = []
         request.is_cacheable = True
         request.may_share_tail = False
         request.num_computed_tokens = 0
+
+    def detach(self, request: Request, num_blocks: int) -> list[KVCacheBlock]:
+        """Take the first blocks out of the table of a request that is about to be freed; they stay referenced.
+
+        Returns:
+            The blocks, in table order; `give_back` takes them when they are not needed any more.
+        """
+        blocks = request.blocks[:num_blocks]
+        request.blocks = request.blocks[num_blocks:]
+        return blocks
+
+    def give_back(self, request: Request, blocks: list[KVCacheBlock]) -> None:
+        """Take back blocks that are, or were, the first ones of a request's table, the deepest first."""
+        self.pool.note_use(blocks, request.retention_priority)
+        self.pool.free_blocks(reversed(blocks))
+        self._note(request, blocks, BlockMoment.FREED)
 
     def distrust(self, request: Request, step_id: int, *, with_table: bool) -> set[KVCacheBlock]:
         """Un-hash blocks whose content a failed row put in doubt.
@@ -381,9 +396,13 @@ class KVCacheManager:
         else:
             request.block_id_bytes += array("i", [block.block_id for block in blocks]).tobytes()
 
-    def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Check the pool against the tables of all requests that hold blocks. Raises AssertionError."""
-        self.pool.check_integrity(self._checked_tables(requests))
+    def check_integrity(self, requests: Iterable[Request], detached: Iterable[list[KVCacheBlock]] = ()) -> None:
+        """Check the pool against the tables of all requests that hold blocks, and what was detached of others.
+
+        Raises:
+            AssertionError: an invariant does not hold.
+        """
+        self.pool.check_integrity(chain(self._checked_tables(requests), detached))
 
     def _checked_tables(self, requests: Iterable[Request]) -> Iterator[list[KVCacheBlock]]:
         for request in requests:

@@ -2,7 +2,7 @@
 
 Station: called by `StepLoop` (live), by the simulation and by replay. It decides; `KVCacheManager` keeps the blocks,
 `RequestBook` where requests stand, `StepPlan` the step in the making, `TagOutbox` what the executor is to be told of
-blocks, `Suspects` who may be what breaks it.
+blocks, `Suspects` who may be what breaks it, `SwapSpace` what the executor's host memory holds of whom.
 
     add_request ─▶ waiting ─schedule: admit▶ running ─update: token▶ … ─update: stop▶ finished
                       ▲                         │
@@ -26,6 +26,7 @@ from typing import Final
 
 from kvmanager_service.core.errors import BadResultError, CoreError, InvalidRequestError, PoolInUseError
 from kvmanager_service.core.kv_cache_coordinator import KVCache
+from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.pool_limit import has_outgrown, outgrown_error, require_fit
 from kvmanager_service.core.request import (
     TOKEN_BYTES,
@@ -36,10 +37,12 @@ from kvmanager_service.core.request import (
     RequestStatus,
 )
 from kvmanager_service.core.request_book import RequestBook
-from kvmanager_service.core.scheduler_config import SchedulerConfig
+from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig
 from kvmanager_service.core.step import ScheduledRow, SchedulerStats, Step, StepResult, check_result
 from kvmanager_service.core.step_plan import StepPlan
 from kvmanager_service.core.suspects import Suspects
+from kvmanager_service.core.swap_policy import SwapPolicy
+from kvmanager_service.core.swap_space import SwapSpace
 from kvmanager_service.core.tag_outbox import TagOutbox
 
 _FINISHED: Final = RequestStatus.FINISHED
@@ -53,13 +56,20 @@ class Scheduler:
     Args:
         config: the limits.
         kv: the block tables; replaced as a whole by `replace_cache`.
+        num_host_blocks: blocks in the executor's host memory; without them preempted requests compute again.
+
+    Raises:
+        ValueError: config.preemption_mode is not for a cache of several KV groups.
+
+    Attributes:
+        swap_space: what is in host memory; None where nothing can be.
 
     Invariants:
         Outputs are taken by `take_outputs`, each once. Whenever something can run and fewer than max_outstanding steps
         are out, `schedule` returns a step or ends a request with an error.
     """
 
-    def __init__(self, config: SchedulerConfig, kv: KVCache) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVCache, num_host_blocks: int = 0) -> None:
         self.config = config
         self.kv = kv
         self.stats = SchedulerStats()
@@ -70,7 +80,19 @@ class Scheduler:
         self.outstanding: deque[Step] = deque()
         self._suspects = Suspects()
         self._tags = TagOutbox(kv.pool)
+        self._swap_policy = None if config.preemption_mode == RECOMPUTE else SwapPolicy(config.preemption_mode)
+        self.swap_space = self._make_swap_space(num_host_blocks)
         self._next_step_id = 1
+
+    def _make_swap_space(self, num_host_blocks: int) -> SwapSpace | None:
+        if self._swap_policy is None:
+            return None
+        if isinstance(self.kv, KVCacheManager):
+            return SwapSpace(self.kv, num_host_blocks, self._swap_policy, self.stats) if num_host_blocks else None
+        raise ValueError(
+            f"preemption_mode: expected {RECOMPUTE} for a cache of several KV groups, or one that is not full "
+            f"attention, got {self.config.preemption_mode}"
+        )
 
     # --- requests come and go -------------------------------------------------------------------------------------
 
@@ -175,18 +197,19 @@ class Scheduler:
 
         Returns:
             The step, or None when there is nothing to compute now. Call `take_outputs` in either case. When no request
-            is left, a step without rows takes along the tags that no other step would.
+            is left, a step without rows takes along the tags that no other step would; when all that can run waits for
+            blocks on their way to the host, one without rows orders the copies.
         """
         if len(self.outstanding) >= self.config.max_outstanding or (self._suspects and self.outstanding):
             return None
         previous = self.outstanding[-1] if self.outstanding else None
         plan = StepPlan(self._next_step_id, previous, self.kv, self.config)
         if not (self._suspects and self._plan_suspect(plan)):
-            preempted = self._plan_running(plan)
+            is_short = self._plan_running(plan)
             # Whoever was preempted would be the first to come back; it may if nothing else brings about another call.
-            if not preempted or not (plan.rows or self.outstanding):
+            if not is_short or not (plan.rows or plan.copies or self.outstanding):
                 self._plan_waiting(plan)
-        if not plan.rows and (self.has_work or not self._tags):
+        if not (plan.rows or plan.copies) and (self.has_work or not self._tags):
             return None
         if self.book.num_followers:
             self._fork_followers(plan)
@@ -203,7 +226,7 @@ class Scheduler:
         """
         request = self._suspects.first()
         if request.status is not _RUNNING:
-            has_blocks = self.book.has_room(request) and self._admit(request, 0)
+            has_blocks = self.book.has_room(request) and self._admit(request, 0, plan)
         else:
             has_blocks = self.kv.allocate_slots(request, request.num_tokens)
         if has_blocks:
@@ -211,8 +234,8 @@ class Scheduler:
         return has_blocks
 
     def _plan_running(self, plan: StepPlan) -> bool:
-        """Give rows to running requests. Returns whether anybody was preempted."""
-        preempted = False
+        """Give rows to running requests. Returns whether blocks ran short: somebody was preempted, or awaits some."""
+        is_short = False
         for request in list(self.running.values()):
             if plan.budget == 0:
                 break
@@ -222,15 +245,20 @@ class Scheduler:
             if num_tokens == 0:
                 continue
             while not self.kv.allocate_slots(request, request.num_computed_tokens + num_tokens):
+                if self.swap_space is not None and self.swap_space.will_have_room(
+                    request, request.num_computed_tokens + num_tokens, plan
+                ):
+                    is_short = True
+                    break
                 if len(self.running) == 1:
                     # It needs more than the whole pool. If a token of it is on its way, that may end it.
                     if not request.num_pending_tokens:
                         self._fail_outgrown(request)
                     break
                 victim = self._choose_victim(request)
-                preempted = True
+                is_short = True
                 plan.drop(victim)
-                self._preempt(victim)
+                self._preempt(victim, plan)
                 self.stats.preemptions += 1
                 if victim is request:
                     break
@@ -238,7 +266,7 @@ class Scheduler:
                 plan.add(request, num_tokens)
         for row in plan.rows:
             plan.claim(row)
-        return preempted
+        return is_short
 
     def _plan_waiting(self, plan: StepPlan) -> None:
         """Admit waiting requests and give them rows."""
@@ -249,16 +277,20 @@ class Scheduler:
                 break
             if has_outgrown(self.kv, request):
                 self._fail_outgrown(request)
-            elif self._admit(request, watermark_blocks + len(request.followers) if self.running else 0):
+            elif self._admit(request, watermark_blocks + len(request.followers) if self.running else 0, plan):
                 plan.claim(plan.add(request, plan.chunk(request)))
             else:
                 break
 
-    def _admit(self, request: Request, reserve: int) -> bool:
+    def _admit(self, request: Request, reserve: int, plan: StepPlan) -> bool:
         """Let a waiting request run if its blocks leave `reserve` blocks free."""
+        if self.swap_space is not None and self.swap_space.is_leaving(request):
+            return False
         if not self.kv.allocate_sequence(request, reserve):
             return False
         self.book.start(request)
+        if self.swap_space is not None:
+            self.swap_space.bring_back(request, plan)
         if not request.was_admitted:
             self._admitted(request)
             if self.kv.enable_caching:
@@ -295,8 +327,10 @@ class Scheduler:
     def _fail_outgrown(self, request: Request) -> None:
         self._finish(request, FinishReason.ERROR, error=outgrown_error(self.kv, request))
 
-    def _preempt(self, request: Request) -> None:
-        """Take a running request's blocks; it recomputes what the prefix cache will not give back."""
+    def _preempt(self, request: Request, plan: StepPlan | None = None) -> None:
+        """Take a running request's blocks; it recomputes what neither the prefix cache nor the host gives back."""
+        if self.swap_space is not None:
+            self.swap_space.leave(request, plan)
         self.kv.free(request)
         self.book.preempt(request)
 
@@ -315,6 +349,8 @@ class Scheduler:
         self.outstanding.popleft()
         for index in result.errors:
             self._distrust(step.rows[index], step)
+        if self.swap_space is not None:
+            self.swap_space.acknowledged(step, result)
         self._tags.committed(self.kv.pool.commit_step(step.step_id))
         self.stats.steps += 1
         self.stats.tokens_computed += step.num_tokens
@@ -335,6 +371,11 @@ class Scheduler:
                 if is_metered:
                     self.waiting.charge_token(request)
                 self._append(request, token_bytes[sample * TOKEN_BYTES : (sample + 1) * TOKEN_BYTES], sample, result)
+        if step.branches:
+            self._update_branches(step, result, token_bytes)
+
+    def _update_branches(self, step: Step, result: StepResult, token_bytes: bytes) -> None:
+        """The same for the branches that were born in this step: their first token was sampled from another's row."""
         for branch in step.branches:
             request = branch.request
             if request.status is not _RUNNING or request.incarnation != branch.incarnation:
@@ -344,7 +385,7 @@ class Scheduler:
                 self._finish(request, FinishReason.ERROR, error=error)
                 continue
             sample = branch.sample_index
-            if is_metered:
+            if self.waiting.is_metered:
                 self.waiting.charge_token(request)
             self._append(request, token_bytes[sample * TOKEN_BYTES : (sample + 1) * TOKEN_BYTES], sample, result)
 
@@ -364,11 +405,14 @@ class Scheduler:
             and branch.row.incarnation == row.incarnation
             and _is_current(branch.request, branch.incarnation)
         ]
+        root = row.request.contents[0] if row.request in failed and row.request.contents else None
         distrusted = self.kv.distrust(row.request, step.step_id, with_table=row.request in failed)
         for request in failed + forked:
             if request is not row.request:
                 distrusted |= self.kv.distrust(request, step.step_id, with_table=True)
         self._tags.forgotten(distrusted)
+        if self.swap_space is not None:
+            self.swap_space.distrust(row.request, root, distrusted)
         for other in reversed(list(self.running.values())):
             if other not in failed and (other in forked or self.kv.relies_on(other, distrusted)):
                 self._preempt(other)
@@ -407,6 +451,8 @@ class Scheduler:
         self.stats.steps_failed += len(lost)
         self._tags.lost(lost)
         self.kv.pool.forget_provisional()
+        if self.swap_space is not None:
+            self.swap_space.lose(lost)
         for request in reversed(list(self.running.values())):
             self._preempt(request)
             self.stats.reschedules += 1
@@ -426,12 +472,13 @@ class Scheduler:
             if member.leader is None and (member is request or member.token_bytes == request.token_bytes)
         ]
 
-    def replace_cache(self, kv: KVCache) -> None:
+    def replace_cache(self, kv: KVCache, num_host_blocks: int = 0) -> None:
         """The executor's cache is gone or another one: schedule everything anew on `kv`, end what can never fit it."""
         self.lose_steps()
         self.stats.blocks_evicted += self.kv.pool.num_evictions
         self.kv = kv
         self._tags = TagOutbox(kv.pool)
+        self.swap_space = self._make_swap_space(num_host_blocks)
         for request in list(self.requests.values()):
             request.block_hashes = []
             request.contents = []
@@ -439,13 +486,19 @@ class Scheduler:
                 self._fail_outgrown(request)
 
     def reset_prefix_cache(self) -> int:
-        """Forget every cached block. Returns how many. Raises PoolInUseError while a request holds blocks."""
+        """Forget every cached block, and what was swapped out. Returns how many blocks were cached.
+
+        Raises:
+            PoolInUseError: a request runs.
+        """
         if self.running:
             raise PoolInUseError(
                 "POOL_IN_USE",
                 f"expected no running request, got {len(self.running)}; wait for them to finish or abort them",
                 requests_running=len(self.running),
             )
+        if self.swap_space is not None:
+            self.swap_space.forget_all()
         forgotten = self.kv.pool.reset_prefix_cache()
         self._tags.forgotten(forgotten)
         return len(forgotten)
@@ -461,6 +514,8 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason, output: RequestOutput) -> None:
         request.last_block_id_bytes = bytes(request.block_id_bytes)
         self.kv.free(request)
+        if self.swap_space is not None:
+            self.swap_space.forget(request)
         request.drop_tokens()
         self._suspects.forget(request)
         self.book.end(request, reason, output)
@@ -469,7 +524,9 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Check every invariant of scheduler and pool. Raises AssertionError."""
-        self.kv.check_integrity(self.running.values())
+        self.kv.check_integrity(self.running.values(), self.swap_space.tables() if self.swap_space is not None else ())
+        if self.swap_space is not None:
+            self.swap_space.check_integrity([step.step_id for step in self.outstanding])
         self.book.check_integrity()
         for request in self.running.values():
             assert request.num_computed_tokens <= request.num_tokens + request.num_pending_tokens, f"{request!r}"

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from kvmanager_service.core.fair_queue import DEFAULT_WEIGHTS, FairWeights
 from kvmanager_service.core.policies import POLICIES
+
+RECOMPUTE: Final = "recompute"
+PREEMPTION_MODES: Final = (RECOMPUTE, "swap", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,8 @@ class SchedulerConfig:
         watermark: share of the pool that an admission must leave free while others run, in [0, 1).
         max_outstanding: most steps without a result: 2 keeps one queued ahead, 1 does not. Not more: a row can be fed
             by the step right before it only.
+        preemption_mode: one of `PREEMPTION_MODES`: what becomes of a preempted request's K/V. Anything but recompute
+            needs an executor with host blocks, and a single KV group.
         fair_weights: what a token counts under the fair policy.
     """
 
@@ -31,11 +37,16 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     watermark: float = 0.01
     max_outstanding: int = 2
+    preemption_mode: str = RECOMPUTE
     fair_weights: FairWeights = DEFAULT_WEIGHTS
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"expected policy to be one of {', '.join(POLICIES)}, got {self.policy!r}")
+        if self.preemption_mode not in PREEMPTION_MODES:
+            raise ValueError(
+                f"expected preemption_mode to be one of {', '.join(PREEMPTION_MODES)}, got {self.preemption_mode!r}"
+            )
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} of at least 1, got {getattr(self, name)}")

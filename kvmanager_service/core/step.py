@@ -176,6 +176,8 @@ class SchedulerStats:
     prefix_queries: int = 0
     prefix_hits: int = 0
     blocks_evicted: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
 
 
 def check_result(step: Step, result: StepResult) -> None:

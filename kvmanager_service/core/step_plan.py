@@ -29,6 +29,7 @@ class StepPlan:
         step_id: the step's.
         rows: in the order they were added.
         copies: what blocks are to be copied before the rows write, in order: `kv.copies`, and what others add to it.
+        awaited: blocks, on their way to the host, that running requests wait for; by the request's arrival_seq.
         budget: tokens that may still be added.
     """
 
@@ -36,6 +37,7 @@ class StepPlan:
         self.step_id = step_id
         self.rows: list[ScheduledRow] = []
         self.copies = kv.copies
+        self.awaited: dict[int, int] = {}
         self.budget = config.max_num_batched_tokens
         self._longest_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._previous = previous
@@ -54,7 +56,8 @@ class StepPlan:
         return row
 
     def drop(self, request: Request) -> None:
-        """Compute nothing of this request; it need not have a row."""
+        """Compute nothing of this request, which need not have a row; and it waits for no blocks."""
+        self.awaited.pop(request.arrival_seq, None)
         for index, row in enumerate(self.rows):
             if row.request is request:
                 del self.rows[index]

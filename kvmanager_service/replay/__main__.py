@@ -98,8 +98,10 @@ def _run(options: argparse.Namespace, trace: Sequence[TraceRequest], kv: KVCache
             max_num_seqs=options.max_num_seqs,
             max_waiting=len(trace),
             max_outstanding=2 if options.queue_ahead else 1,
+            preemption_mode=options.preemption_mode,
         )
-        return TimedReplay(trace, Scheduler(config, kv), _cost(options), options.speedup, on_done).run()
+        scheduler = Scheduler(config, kv, options.num_host_blocks)
+        return TimedReplay(trace, scheduler, _cost(options), options.speedup, on_done).run()
 
 
 def _settle_cost(options: argparse.Namespace) -> None:
@@ -111,7 +113,7 @@ def _settle_cost(options: argparse.Namespace) -> None:
 
 
 def _cost(options: argparse.Namespace) -> CostModel:
-    return CostModel(*(getattr(options, name) for name in TERMS))
+    return CostModel(**{name: getattr(options, name) for name in (*TERMS, "copy_token_us")})
 
 
 def _most_blocks(trace: Sequence[TraceRequest], block_size: int) -> int:

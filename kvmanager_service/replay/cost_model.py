@@ -1,4 +1,4 @@
-"""How long an executor takes for a step: a sum of five terms, each measured or reckoned once for a model and machine.
+"""How long an executor takes for a step: a sum of six terms, each measured or reckoned once for a model and machine.
 
 Station: asked by `timed` for every step. `kvmanager_service.calibration` fits the terms to what a real executor takes,
 and writes the file that `read_cost_model` reads.
@@ -7,9 +7,10 @@ and writes the file that `read_cost_model` reads.
                         + decode_row × rows with one token
                         + context_token × Σ over rows of the sequence length that attention reads
                         + attention_pair × Σ over tokens of rows with several of the positions each attends to
+                        + copy_token × tokens of blocks copied
 
-A step without rows takes no time. The last term is what makes a long prompt cost more than its tokens: it grows with
-the square of a prompt, and with the context of a late chunk.
+A step without rows takes the time of its copies. Attention's pairs are what makes a long prompt cost more than its
+tokens: they grow with the square of a prompt, and with the context of a late chunk.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class CostModel:
     """Units: microseconds.
 
     The defaults are reckoned for 8 billion parameters in bf16 on a GPU with 3.35 TB/s and 500 TFLOP/s in use: reading
-    16 GB of weights, 16 GFLOP for a token, 128 KiB of K and V for a token of context, 0.5 MFLOP for a pair.
+    16 GB of weights, 16 GFLOP for a token, 128 KiB of K and V for a token of context, 0.5 MFLOP for a pair; copies at
+    50 GB/s.
 
     Attributes:
         step_us: any step: launches, and reading the weights.
@@ -71,6 +73,7 @@ class CostModel:
         decode_row_us: each row that computes one token: sampling.
         context_token_us: each token of K and V that a row reads.
         attention_pair_us: each pair of a token of a row that computes several and one it attends to: arithmetic.
+        copy_token_us: each token of K and V that a block has room for, when the block is copied. Not calibrated.
     """
 
     step_us: float = 5000.0
@@ -78,12 +81,18 @@ class CostModel:
     decode_row_us: float = 10.0
     context_token_us: float = 0.04
     attention_pair_us: float = 0.001
+    copy_token_us: float = 2.6
 
-    def seconds(self, step: Step) -> float:
-        """How long the step takes."""
+    def copy_seconds(self, step: Step, block_size: int) -> float:
+        """How long the step's copies take."""
+        return self.copy_token_us * block_size * len(step.copies) / 1e6
+
+    def seconds(self, step: Step, block_size: int) -> float:
+        """How long the step takes, its copies included."""
+        copy_seconds = self.copy_seconds(step, block_size)
         if not step.rows:
-            return 0.0
-        return self.microseconds(quantities(step)) / 1e6
+            return copy_seconds
+        return self.microseconds(quantities(step)) / 1e6 + copy_seconds
 
     def microseconds(self, counts: Quantities) -> float:
         """How long a step of these `quantities` takes."""

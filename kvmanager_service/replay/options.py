@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
 from kvmanager_service.core.policies import POLICIES
-from kvmanager_service.core.scheduler_config import SchedulerConfig
+from kvmanager_service.core.scheduler_config import PREEMPTION_MODES, RECOMPUTE, SchedulerConfig
 from kvmanager_service.replay.cost_model import TERMS, CostModel
 from kvmanager_service.replay.trace import FORMATS, MOONCAKE_BLOCK
 
@@ -77,6 +77,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             f"--max-num-seqs: expected at most --max-num-batched-tokens ({options.max_num_batched_tokens}), since each"
             f" running request computes at least one token a step; got {options.max_num_seqs}"
         )
+    if options.preemption_mode != RECOMPUTE and not options.num_host_blocks:
+        parser.error(
+            f"--num-host-blocks: expected at least 1 to swap to (--preemption-mode {options.preemption_mode}), got 0"
+        )
     return options
 
 
@@ -108,6 +112,9 @@ def _parser() -> argparse.ArgumentParser:
         help="which cached block gives way first; default: %(default)s",
     )  # fmt: skip
     pool.add_argument(
+        "--num-host-blocks", type=_count(0), default=0, help="blocks in host memory to swap to; default: %(default)s"
+    )
+    pool.add_argument(
         "--whole-blocks", action="store_true",
         help=f"count every id of a mooncake trace as {MOONCAKE_BLOCK} tokens, the last of a prompt, too",
     )  # fmt: skip
@@ -131,6 +138,10 @@ def _parser() -> argparse.ArgumentParser:
         help="most tokens of a step; default: %(default)s",
     )  # fmt: skip
     order.add_argument(
+        "--preemption-mode", choices=[*PREEMPTION_MODES], default=limits.preemption_mode,
+        help="what becomes of a preempted request's blocks; default: %(default)s",
+    )  # fmt: skip
+    order.add_argument(
         "--queue-ahead", action=argparse.BooleanOptionalAction, default=True,
         help="schedule a step before the result of the last; default: yes, as the manager does",
     )  # fmt: skip
@@ -144,6 +155,10 @@ def _parser() -> argparse.ArgumentParser:
         flag = "--" + name.replace("_", "-")
         # No default here: what is not given comes from the file, if there is one.
         steps.add_argument(flag, type=_microseconds, help=f"{text}; default: {getattr(cost, name)}")
+    steps.add_argument(
+        "--copy-token-us", type=_microseconds, default=cost.copy_token_us,
+        help="each token of a block swapped out or in; default: %(default)s",
+    )  # fmt: skip
 
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON document; errors, too, on stderr")

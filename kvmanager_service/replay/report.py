@@ -64,6 +64,9 @@ class Measurements:
     prompt_tokens: int = 0
     evictions: int = 0
     preemptions: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+    tokens_computed: int = 0
     steps: int = 0
     output_tokens: int = 0
     makespan: float = 0.0
@@ -104,6 +107,9 @@ def summarise(found: Measurements, settings: dict[str, Any]) -> dict[str, Any]:
             "makespan_s": found.makespan,
             "steps": found.steps,
             "preemptions": found.preemptions,
+            "swapped_out": found.swapped_out,
+            "swapped_in": found.swapped_in,
+            "tokens_computed": found.tokens_computed,
             "output_tokens": found.output_tokens,
             "output_tokens_per_s": _share(found.output_tokens, found.makespan),
             "queue_length": {"mean": _share(found.queue_seconds, found.makespan), "max": found.max_queue},
@@ -140,7 +146,7 @@ def _rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         rows += [
             ("makespan", f"{document['makespan_s']:,.1f} s, {document['steps']:,} steps"),
             ("output", f"{document['output_tokens']:,} tokens, {document['output_tokens_per_s']:,.1f} a second"),
-            ("preemptions", f"{document['preemptions']:,}"),
+            ("preemptions", f"{document['preemptions']:,}, {document['swapped_out']:,} of them swapped out"),
             ("queue length", f"mean {queue['mean']:,.1f}, max {queue['max']:,}"),
             *((label, _spread(document[name])) for label, name in _TIMES),
         ]

@@ -101,7 +101,8 @@ class TimedReplay:
             step = self._scheduler.schedule()
             if step is not None:
                 starts_at = max(self.now, self._in_flight[-1][1] if self._in_flight else 0.0)
-                self._in_flight.append((step, starts_at + self._cost.seconds(step)))
+                seconds = self._cost.seconds(step, self._scheduler.kv.block_size)
+                self._in_flight.append((step, starts_at + seconds))
                 self._note_admissions(step)
             if not self._publish() and step is None:
                 return
@@ -132,7 +133,15 @@ class TimedReplay:
         first = FIRST_SAMPLED_TOKEN + self._num_sampled % (_MAX_SAMPLED - step.num_samples)
         self._num_sampled += step.num_samples
         sampled = list(range(first, first + step.num_samples))
-        self._scheduler.update(StepResult(step.step_id, sampled, [row.stop for row in step.rows]))
+        block_size = self._scheduler.kv.block_size
+        result = StepResult(
+            step.step_id,
+            sampled,
+            [row.stop for row in step.rows],
+            compute_us=round(self._cost.seconds(step, block_size) * 1e6),
+            copy_us=round(self._cost.copy_seconds(step, block_size) * 1e6),
+        )
+        self._scheduler.update(result)
         self._publish()
 
     def _publish(self) -> bool:
@@ -186,5 +195,7 @@ class TimedReplay:
         found.hit_tokens, found.prompt_tokens = stats.prefix_hits, stats.prefix_queries
         found.evictions = self._scheduler.kv.pool.num_evictions
         found.preemptions, found.steps, found.output_tokens = stats.preemptions, stats.steps, stats.tokens_generated
+        found.swapped_out, found.swapped_in = stats.swapped_out, stats.swapped_in
+        found.tokens_computed = stats.tokens_computed
         found.makespan = self.now
         return found

@@ -73,6 +73,7 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
             fair_output_weight=config.fair_output_weight,
             fair_cached_weight=config.fair_cached_weight,
             isolate_tenants=config.isolate_tenants,
+            preemption_mode=config.preemption_mode,
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:  # noqa: N802
@@ -193,6 +194,8 @@ def _to_stats(stats: EngineStats, settings: pb.SchedulerSettings) -> pb.GetStats
         blocks_evicted=stats.blocks_evicted,
         settings=settings,
         tenants=map(_to_tenant_stats, stats.tenants),
+        swapped_out=stats.swapped_out,
+        swapped_in=stats.swapped_in,
     )
     if stats.pool is not None:
         response.pool.block_size = stats.pool.block_size
@@ -200,6 +203,8 @@ def _to_stats(stats: EngineStats, settings: pb.SchedulerSettings) -> pb.GetStats
         response.pool.free_blocks = stats.pool.free_blocks
         response.pool.cached_blocks = stats.pool.cached_blocks
         response.pool.kv_epoch = stats.pool.kv_epoch
+        response.pool.num_host_blocks = stats.pool.num_host_blocks
+        response.pool.used_host_blocks = stats.pool.used_host_blocks
     return response
 
 

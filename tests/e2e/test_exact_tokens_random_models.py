@@ -22,17 +22,19 @@ FEW_BLOCKS = 26
 """Three sequences fit at their full length; many more do when they begin."""
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=["qwen2 recompute", "qwen3 recompute", "qwen3 swap"])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[ModelCluster, Path]]:
-    folder = save_tiny_model(tmp_path_factory.mktemp(f"{request.param}-model"), request.param)
-    with model_cluster(request, tmp_path_factory.mktemp(request.param)) as cluster:
+    name, mode = request.param.split()
+    folder = save_tiny_model(tmp_path_factory.mktemp(f"{name}-model"), name)
+    with model_cluster(request, tmp_path_factory.mktemp(name)) as cluster:
         cluster.start_model(
             folder,
-            {"max_num_batched_tokens": 128, "max_num_seqs": 16},
+            {"max_num_batched_tokens": 128, "max_num_seqs": 16, "preemption_mode": mode},
             num_blocks_override=FEW_BLOCKS,
             memory_limit="2GiB",
+            swap_space="16MiB",
         )
         yield cluster, folder
 
@@ -55,6 +57,8 @@ async def test_generate_random_model_equals_transformers(
         assert list(completion.token_ids) == reference_tokens(folder, prompt, NEW_TOKENS)
     preemptions = after.preemptions - before.preemptions
     print(f"{preemptions} preemptions")
+    is_swapping = after.settings.preemption_mode == "swap"
+    assert after.swapped_out - before.swapped_out == (preemptions if is_swapping else 0)
     if min_preemptions:
         assert preemptions >= min_preemptions
     else:

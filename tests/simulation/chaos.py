@@ -32,7 +32,7 @@ from kvmanager_service.core.errors import (
 from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import TOKEN_BYTES, FinishReason, NewRequest, Request, SamplingParams, StopRules
-from kvmanager_service.core.scheduler_config import SchedulerConfig
+from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig
 from kvmanager_service.core.suspects import MAX_FAILED_STEPS
 from kvmanager_service.step_message import read_execute_response
 from tests.simulation.harness import VOCAB_SIZE, Produced, World
@@ -84,6 +84,8 @@ class Chaos:
         faults: whether anything goes wrong at all.
         num_requests: how many come; None lets the seed choose.
         policy: the scheduler's; None lets the seed choose.
+        preemption_mode: the scheduler's; None lets the seed choose.
+        crowded: as many at once as come, and outputs as long as the pool allows: most are preempted, and often.
         events: told of every change of the cache.
     """
 
@@ -95,6 +97,8 @@ class Chaos:
         faults: bool = True,
         num_requests: int | None = None,
         policy: str | None = None,
+        preemption_mode: str | None = None,
+        crowded: bool = False,
         events: BlockEventLog | None = None,
     ) -> None:
         self.seed = seed
@@ -111,6 +115,9 @@ class Chaos:
         self.has_keys = more.random() < 0.3
         self.branching = branching = random.Random(f"branches of {seed}")
         self.branch_rate = branching.choice((0.0, 0.2, 0.7))
+        # And one more, for what is drawn of swapping.
+        self.swap = swap = random.Random(f"swap of {seed}")
+        chosen_mode = swap.choice((RECOMPUTE, "swap", "auto"))
         config = SchedulerConfig(
             policy=policy or (chosen_policy if more.random() < 0.7 else "fair"),
             max_num_batched_tokens=budget,
@@ -119,7 +126,14 @@ class Chaos:
             long_prefill_token_threshold=rng.choice((0, 0, rng.randint(1, 16))),
             watermark=rng.choice((0.0, 0.01, 0.3)),
             max_outstanding=rng.choice((1, 2)),
+            preemption_mode=preemption_mode or chosen_mode,
         )
+
+        self.crowded = crowded
+        if crowded:
+            config = dataclasses.replace(
+                config, max_num_batched_tokens=swap.choice((64, 4096)), max_num_seqs=64, watermark=0.0
+            )
 
         def make_kv(num_blocks: int, block_size: int) -> KVCacheManager:
             hash_function = one_byte_hash if self.one_byte else default_hash
@@ -127,7 +141,15 @@ class Chaos:
                 num_blocks, block_size, enable_caching=caching, hash_function=hash_function, events=events
             )
 
-        self.world = World(self.num_blocks, self.block_size, config, make_kv)
+        self.world = World(
+            self.num_blocks,
+            self.block_size,
+            config,
+            make_kv,
+            num_host_blocks=self._draw_host_blocks(),
+            token_us=swap.choice((0, 10)),
+            copy_us=swap.choice((0, 10 * self.block_size, 1_000)),
+        )
         self.smallest_pool = self.pool_tokens
         self.was_replaced = False
         self.losses = 0
@@ -156,6 +178,12 @@ class Chaos:
             ):
                 if rng.random() < 0.5:
                     self.fault_rates.append((fault, rng.choice((0.01, 0.05, 0.2))))
+            if config.preemption_mode != RECOMPUTE:
+                self.fault_rates += [
+                    (fault, swap.choice((0.05, 0.2)))
+                    for fault in (self._abort_swapped, self._lose_stream_that_copies)
+                    if swap.random() < 0.5
+                ]
 
     @property
     def pool_tokens(self) -> int:
@@ -178,6 +206,9 @@ class Chaos:
         prompt = rng.choice(roots)[: rng.randint(0, length)]
         prompt += [rng.randrange(self.num_words) for _ in range(length - len(prompt))]
         max_tokens = rng.randint(1, rng.choice((4, 30, room + 4)))
+        if self.crowded:
+            prompt = prompt[: max(1, room // 3)]
+            max_tokens = max(max_tokens, room - len(prompt) - self.swap.randrange(8), 1)
         sampling = SamplingParams(temperature=rng.choice((0.0, 1.0)), presence_penalty=rng.choice((0.0, 0.0, 0.0, 0.5)))
         request_seed = rng.getrandbits(64)
 
@@ -317,6 +348,11 @@ class Chaos:
         else:
             self._accepted(request_id, Story(new, prompt, expected, FinishReason.LENGTH))
 
+    def _draw_host_blocks(self) -> int:
+        """Few, too few for one request, or enough for all."""
+        few, some, plenty = self.swap.choice((0, 1)), self.swap.randint(1, self.num_blocks), 10 * self.num_blocks
+        return self.swap.choice((few, some, plenty, plenty))
+
     # --- faults ---------------------------------------------------------------------------------------------------
 
     def _any_request(self) -> str | None:
@@ -359,8 +395,19 @@ class Chaos:
     def _lose_stream(self) -> None:
         self._perform("lose_stream", bool(self.world.executor.queue) and self.rng.random() < 0.5)
 
-    def _do_lose_stream(self, was_computed: bool) -> None:
-        if was_computed and self.world.executor.queue:
+    def _abort_swapped(self) -> None:
+        """End one whose blocks are in the host's memory, or on their way there or back."""
+        swap_space = self.world.scheduler.swap_space
+        if swap_space is not None and (swapped := sorted(request.request_id for request in swap_space.requests())):
+            self._perform("abort", self.swap.choice(swapped))
+
+    def _lose_stream_that_copies(self) -> None:
+        """Lose steps that order copies, at any point of their execution."""
+        if any(step.copies for step in self.world.scheduler.outstanding):
+            self._perform("lose_stream", self.swap.randint(0, len(self.world.executor.queue)))
+
+    def _do_lose_stream(self, num_computed: int) -> None:
+        for _ in range(min(num_computed, len(self.world.executor.queue))):
             self.world.executor.compute()  # and nobody heard of it
         self.losses += 1
         self.world.lose_stream()
@@ -368,11 +415,11 @@ class Chaos:
     def _replace_executor(self) -> None:
         num_blocks = self.rng.choice((self.num_blocks, self.num_blocks, self.rng.randint(3, self.num_blocks)))
         block_size = self.rng.choice((self.block_size, self.block_size, self.rng.randint(1, 16)))
-        self._perform("replace_executor", num_blocks, block_size)
+        self._perform("replace_executor", num_blocks, block_size, self._draw_host_blocks())
 
-    def _do_replace_executor(self, num_blocks: int, block_size: int) -> None:
+    def _do_replace_executor(self, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
         self.losses += 1
-        self.world.replace_executor(num_blocks, block_size)
+        self.world.replace_executor(num_blocks, block_size, num_host_blocks)
         self.was_replaced = True
         self.smallest_pool = min(self.smallest_pool, self.pool_tokens)
 
@@ -500,7 +547,7 @@ class Chaos:
     def _run(self) -> None:
         scheduler, rng = self.world.scheduler, self.rng
         self.pending.reverse()
-        arrivals = rng.choice((0.3, 1.0, 5.0))
+        arrivals = rng.choice((0.3, 1.0, 5.0)) if not self.crowded else 5.0
         more_results = rng.choice((0.0, 0.3, 0.9))
         patience = 2 * 250 * len(self.pending)
         turns_since_progress = turns = 0
@@ -583,6 +630,8 @@ class Chaos:
         while self.world.scheduler.outstanding:  # results of steps whose requests have all ended
             self.world.complete()
         self.check()
+        swap_space = self.world.scheduler.swap_space
+        assert swap_space is None or not swap_space.num_used_host_blocks
 
 
 def damage(response: pb.ExecuteResponse, rng: random.Random) -> None:

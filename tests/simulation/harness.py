@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
-from executor_service.backends.base import RowFailure, StepBatch, StepResult
+from executor_service.backends.base import BlockCopies, CopyDirection, RowFailure, StepBatch, StepResult
 from executor_service.backends.sim_backend import SimBackend, SimBackendConfig
 from executor_service.input_batch import parse_step
 from executor_service.kv_session import KvSession
 from executor_service.step_response import build_response
 from kvmanager_service.core.block_tag import decode_tag
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
-from kvmanager_service.core.request import FinishReason
+from kvmanager_service.core.request import TOKEN_BYTES, FinishReason
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.step_message import build_execute_request, read_execute_response
@@ -26,11 +26,25 @@ VOCAB_SIZE = 32_000
 
 
 class FailingSimBackend(SimBackend):
-    """A sim backend whose next step can fail in some rows: they write garbage and say so."""
+    """A sim backend whose next step can fail in some rows: they write garbage and say so.
+
+    It copies to the host after the rows were computed, which is later than it should: whoever has a block overwritten
+    before its copy is acknowledged finds that out.
+    """
 
     def __init__(self, config: SimBackendConfig) -> None:
         super().__init__(config)
         self.rows_to_fail: list[int] = []
+        self._late_copies: list[BlockCopies] = []
+
+    def copy_blocks(self, copies: Sequence[BlockCopies]) -> None:
+        self._late_copies = [run for run in copies if run.direction is CopyDirection.DEVICE_TO_HOST]
+        super().copy_blocks([run for run in copies if run.direction is not CopyDirection.DEVICE_TO_HOST])
+
+    def finish_copies(self) -> None:
+        """The step is about to be acknowledged."""
+        copies, self._late_copies = self._late_copies, []
+        super().copy_blocks(copies)
 
     def execute(self, batch: StepBatch) -> StepResult:
         rows, self.rows_to_fail = self.rows_to_fail, []
@@ -43,21 +57,27 @@ class FailingSimBackend(SimBackend):
 
 
 class SimExecutor:
-    """The executor's own code without its server; steps wait in a queue, as they do in its stream."""
+    """The executor's own code without its server; steps wait in a queue, as they do in its stream.
 
-    def __init__(self, num_blocks: int, block_size: int, config: SchedulerConfig) -> None:
+    Attributes:
+        token_us, copy_us: what it says that a token and the copy of a block took, in microseconds.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, config: SchedulerConfig, num_host_blocks: int = 0) -> None:
+        self.token_us = self.copy_us = 0
         self.backend = FailingSimBackend(
             SimBackendConfig(
                 max_model_len=(num_blocks - 1) * block_size,
                 block_size=block_size,
                 sim_num_blocks=num_blocks,
+                swap_space=num_host_blocks * block_size * 8,
                 sim_vocab_size=VOCAB_SIZE,
             )
         )
         self.session = KvSession(self.backend)
         self.session.load()
         self.session.profile(config.max_num_batched_tokens, config.max_num_seqs)
-        self.limits = self.session.initialize(num_blocks).limits
+        self.limits = self.session.initialize(num_blocks, num_host_blocks).limits
         self.queue: deque[bytes] = deque()
         self.last_sampled = np.empty(0, np.int32)
 
@@ -72,8 +92,12 @@ class SimExecutor:
         """Run the oldest queued step."""
         request = pb.ExecuteRequest.FromString(self.queue.popleft())
         outcome = self.session.run(request.step_id, parse_step(request, self.limits), self.last_sampled)
+        self.backend.finish_copies()
         self.last_sampled = outcome.sampled_token_ids
         message = build_response(request.step_id, self.kv_epoch, outcome, compute_us=0, queue_us=0)
+        # Times that pass are not the same in every run of a seed.
+        message.copy_us = self.copy_us * (len(request.copies.source_ids.data) // TOKEN_BYTES)
+        message.compute_us = self.token_us * (len(request.token_ids.data) // TOKEN_BYTES) + message.copy_us
         return pb.ExecuteResponse.FromString(message.SerializeToString())
 
     def break_stream(self) -> None:
@@ -100,6 +124,9 @@ class World:
         block_size: tokens per block.
         config: the scheduler's.
         make_kv: from num_blocks and block_size to an empty KV cache manager.
+        num_host_blocks: blocks in the executor's host memory.
+        token_us: microseconds that the executor says a token takes.
+        copy_us: the same for the copy of a block.
     """
 
     def __init__(
@@ -108,14 +135,25 @@ class World:
         block_size: int = 16,
         config: SchedulerConfig | None = None,
         make_kv: Callable[[int, int], KVCacheManager] = KVCacheManager,
+        *,
+        num_host_blocks: int = 0,
+        token_us: int = 0,
+        copy_us: int = 0,
     ) -> None:
         self.config = config or SchedulerConfig()
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.executor = SimExecutor(num_blocks, block_size, self.config)
+        self.num_host_blocks = num_host_blocks
+        self._times = token_us, copy_us
+        self.executor = self._make_executor()
         self.make_kv = make_kv
-        self.scheduler = Scheduler(self.config, make_kv(num_blocks, block_size))
+        self.scheduler = Scheduler(self.config, make_kv(num_blocks, block_size), num_host_blocks)
         self.produced: dict[str, Produced] = {}
+
+    def _make_executor(self) -> SimExecutor:
+        executor = SimExecutor(self.num_blocks, self.block_size, self.config, self.num_host_blocks)
+        executor.token_us, executor.copy_us = self._times
+        return executor
 
     def schedule(self) -> bool:
         """Schedule and send as many steps as may be out. Returns whether any was."""
@@ -137,12 +175,15 @@ class World:
         self.scheduler.lose_steps()
         self.publish()
 
-    def replace_executor(self, num_blocks: int | None = None, block_size: int | None = None) -> None:
+    def replace_executor(
+        self, num_blocks: int | None = None, block_size: int | None = None, num_host_blocks: int | None = None
+    ) -> None:
         """The executor dies and another, empty one takes its place."""
         self.num_blocks = num_blocks or self.num_blocks
         self.block_size = block_size or self.block_size
-        self.executor = SimExecutor(self.num_blocks, self.block_size, self.config)
-        self.scheduler.replace_cache(self.make_kv(self.num_blocks, self.block_size))
+        self.num_host_blocks = self.num_host_blocks if num_host_blocks is None else num_host_blocks
+        self.executor = self._make_executor()
+        self.scheduler.replace_cache(self.make_kv(self.num_blocks, self.block_size), self.num_host_blocks)
         self.publish()
 
     def adopt_cache(self) -> int:
@@ -151,7 +192,7 @@ class World:
         tags = self.executor.session.list_tags(self.executor.kv_epoch)
         kv = self.make_kv(self.num_blocks, self.block_size)
         adopted = kv.adopt([tagged for block_id, tag in tags.items() if (tagged := decode_tag(block_id, tag))])
-        self.scheduler.replace_cache(kv)
+        self.scheduler.replace_cache(kv, self.num_host_blocks)
         self.publish()
         return adopted
 

@@ -88,6 +88,54 @@ def test_simulation_failed_twin_leads_nobody_to_what_was_computed_from_it() -> N
     live_through_a_failed_twin()
 
 
+def live_through_a_failed_copy() -> None:
+    """The first chunk of a prompt is on its way to the host when it turns out that its row has failed."""
+    world = World(
+        7,
+        4,
+        SchedulerConfig(long_prefill_token_threshold=4, watermark=0.0, preemption_mode="swap"),
+        num_host_blocks=8,
+    )
+    greedy = SamplingParams(temperature=0.0)
+    prompts = {"a": [1] * 4, "b": [2] * 4, "c": list(range(15))}
+    for request_id, prompt in prompts.items():
+        world.scheduler.add_request(make_new(request_id, prompt, max_tokens=4, sampling=greedy))
+    world.schedule()
+    assert world.scheduler.stats.swapped_out == 1
+    world.executor.backend.rows_to_fail = [2]
+    world.complete()
+    world.run()
+    world.scheduler.check_integrity()
+    for request_id, prompt in prompts.items():
+        assert world.produced[request_id].token_ids == expected_tokens(prompt, 4, vocab_size=VOCAB_SIZE)
+
+
+def test_simulation_copy_of_a_failed_row_is_used_by_nobody() -> None:
+    live_through_a_failed_copy()
+
+
+@pytest.mark.parametrize("mode", ["swap", "auto"])
+@pytest.mark.parametrize("seed", range(FIRST_SEED + 2000, FIRST_SEED + 2000 + NUM_SEEDS // 2))
+def test_simulation_swapped_requests_in_a_crowded_pool_every_output_is_the_oracles(seed: int, mode: str) -> None:
+    Chaos(seed, preemption_mode=mode, crowded=True).run()
+
+
+def test_simulation_crowded_lives_meet_every_end_of_a_copy() -> None:
+    """Swapped out, back in, void, out of host blocks, and chosen by cost: the lives above prove nothing otherwise."""
+    met: Counter[str] = Counter()
+    for seed in range(1, 31):
+        for mode in ("swap", "auto"):
+            chaos = Chaos(seed, preemption_mode=mode, crowded=True)
+            counts, stats = chaos.run(), chaos.world.scheduler.stats
+            met[f"{mode} out"] += stats.swapped_out
+            met[f"{mode} in"] += stats.swapped_in
+            met[f"{mode} not"] += stats.preemptions > stats.swapped_out
+            met["not back"] += stats.swapped_out > stats.swapped_in
+            met["aborted"] += counts.faults.get("abort_swapped", 0)
+            met["lost"] += counts.faults.get("lose_stream_that_copies", 0)
+    assert min(met.values()) > 5, met
+
+
 def test_simulation_restarted_manager_adopts_the_cache_and_hits_it() -> None:
     world = World(40, 4)
     greedy = SamplingParams(temperature=0.0)

@@ -15,9 +15,10 @@ from kvmanager_service.core.request_book import RequestBook
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.step import BlockCopy, ScheduledRow, Step, StepResult
 from kvmanager_service.core.step_plan import StepPlan
+from kvmanager_service.core.swap_space import CopyPhase, HostCopy, SwapSpace
 from kvmanager_service.core.tag_outbox import Tag
 from tests.simulation.chaos import Chaos
-from tests.simulation.test_faults import live_through_a_failed_twin
+from tests.simulation.test_faults import live_through_a_failed_copy, live_through_a_failed_twin
 
 pytestmark = pytest.mark.patches_core
 
@@ -262,6 +263,74 @@ def copies_come_a_step_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepPlan, "make_step", make_step)
 
 
+def leaving_blocks_are_free_at_once(patch: pytest.MonkeyPatch) -> None:
+    original = SwapSpace.leave
+
+    def leave(self: SwapSpace, request: Request, plan: StepPlan | None) -> None:
+        original(self, request, plan)
+        copy = self._copies.get(request.arrival_seq)
+        if copy is not None and copy.blocks:
+            self._give_back_blocks(copy)
+
+    patch.setattr(SwapSpace, "leave", leave)
+    patch.setattr(SwapSpace, "_check_copy", lambda self, copy: None)  # it must be seen in what comes out
+
+
+def host_blocks_are_free_before_they_are_read(patch: pytest.MonkeyPatch) -> None:
+    original = SwapSpace.bring_back
+
+    def bring_back(self: SwapSpace, request: Request, plan: StepPlan) -> None:
+        original(self, request, plan)
+        copy = self._copies.get(request.arrival_seq)
+        if copy is not None and copy.phase is CopyPhase.RETURNING:
+            self._free_host_ids += copy.host_ids
+
+    def acknowledged(self: SwapSpace, step: Step, result: StepResult) -> None:
+        for copy in self._under_way.get(step.step_id, ()):
+            if copy.phase is CopyPhase.RETURNING:
+                del self._copies[copy.request.arrival_seq]
+                copy.phase = CopyPhase.HELD
+        acknowledge(self, step, result)
+
+    acknowledge = SwapSpace.acknowledged
+    patch.setattr(SwapSpace, "bring_back", bring_back)
+    patch.setattr(SwapSpace, "acknowledged", acknowledged)
+    patch.setattr(SwapSpace, "check_integrity", lambda self, outstanding: None)
+
+
+def swapped_request_has_computed_one_token_more(patch: pytest.MonkeyPatch) -> None:
+    original = HostCopy.__init__
+
+    def init(self: HostCopy, request: Request, host_ids: list[int], num_tokens: int, *rest: object) -> None:
+        original(self, request, host_ids, min(num_tokens + 1, request.num_tokens - 1), *rest)  # type: ignore[arg-type]
+
+    patch.setattr(HostCopy, "__init__", init)
+    patch.setattr(SwapSpace, "_check_copy", lambda self, copy: None)
+
+
+def swapped_request_computes_nothing_again(patch: pytest.MonkeyPatch) -> None:
+    """Its last known token was an input already: why compute it once more?"""
+    original = SwapSpace.leave
+
+    def leave(self: SwapSpace, request: Request, plan: StepPlan | None) -> None:
+        request.num_tokens += 1
+        original(self, request, plan)
+        request.num_tokens -= 1
+
+    patch.setattr(SwapSpace, "leave", leave)
+    patch.setattr(SwapSpace, "_check_copy", lambda self, copy: None)
+
+
+def last_block_is_not_copied(patch: pytest.MonkeyPatch) -> None:
+    original = StepPlan.make_step
+
+    def make_step(self: StepPlan, tags: list[Tag]) -> Step:
+        del self.copies[-1:]
+        return original(self, tags)
+
+    patch.setattr(StepPlan, "make_step", make_step)
+
+
 def forks_take_no_reference(patch: pytest.MonkeyPatch) -> None:
     """The parent's end frees what its branches read; nobody looks at the books."""
     original = KVCacheManager.fork
@@ -293,6 +362,45 @@ def branches_are_sampled_with_the_leaders_seed(patch: pytest.MonkeyPatch) -> Non
 
 def places_of_branches_are_not_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RequestBook, "has_room", lambda self, request: len(self.running) < self._max_num_seqs)
+
+
+def lost_copies_are_held(patch: pytest.MonkeyPatch) -> None:
+    original = SwapSpace.lose
+
+    def lose(self: SwapSpace, lost: list[Step]) -> None:
+        for copy in self._copies.values():
+            if copy.phase is CopyPhase.LEAVING:
+                copy.phase = CopyPhase.HELD
+                self._give_back_blocks(copy)
+        original(self, lost)
+
+    patch.setattr(SwapSpace, "lose", lose)
+
+
+def host_memory_outlives_its_executor(patch: pytest.MonkeyPatch) -> None:
+    original = Scheduler.replace_cache
+
+    def replace_cache(self: Scheduler, kv: KVCacheManager, num_host_blocks: int = 0) -> None:
+        before = self.swap_space
+        original(self, kv, num_host_blocks)
+        if before is not None and before.num_host_blocks == num_host_blocks and kv.block_size == before._kv.block_size:
+            before._kv = kv
+            self.swap_space = before
+
+    patch.setattr(Scheduler, "replace_cache", replace_cache)
+
+
+def request_is_admitted_before_its_copy_is_there(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SwapSpace, "is_leaving", lambda self, request: False)
+
+
+def ended_request_keeps_its_host_blocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SwapSpace, "forget", lambda self, request: None)
+
+
+def whoever_waits_for_blocks_takes_more(patch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for what is on its way: the next victim is taken, down to the one that needs the blocks."""
+    patch.setattr(SwapSpace, "will_have_room", lambda self, request, num_tokens, plan: False)
 
 
 ANY_HASH = None
@@ -328,6 +436,20 @@ MUTATIONS: list[tuple[Mutation, bool | None]] = [
 ]
 
 
+SWAP_MUTATIONS: list[Mutation] = [
+    leaving_blocks_are_free_at_once,
+    host_blocks_are_free_before_they_are_read,
+    swapped_request_has_computed_one_token_more,
+    swapped_request_computes_nothing_again,
+    last_block_is_not_copied,
+    lost_copies_are_held,
+    host_memory_outlives_its_executor,
+    request_is_admitted_before_its_copy_is_there,
+    ended_request_keeps_its_host_blocks,
+    whoever_waits_for_blocks_takes_more,
+]
+
+
 @pytest.mark.parametrize(("mutation", "one_byte"), MUTATIONS, ids=lambda value: getattr(value, "__name__", ""))
 def test_simulation_core_broken_on_purpose_notices(
     mutation: Mutation, one_byte: bool | None, monkeypatch: pytest.MonkeyPatch
@@ -341,10 +463,27 @@ def test_simulation_core_broken_on_purpose_notices(
     pytest.fail(f"{mutation.__name__} went unnoticed for {MAX_SEEDS} seeds")
 
 
+@pytest.mark.parametrize("mutation", SWAP_MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_simulation_swap_broken_on_purpose_notices(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation(monkeypatch)
+    for seed in range(1, MAX_SEEDS + 1):
+        try:
+            Chaos(seed, preemption_mode="swap", crowded=True).run()
+        except AssertionError:
+            return
+    pytest.fail(f"{mutation.__name__} went unnoticed for {MAX_SEEDS} seeds")
+
+
 def test_simulation_failed_content_that_survives_in_its_twin_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     failed_content_survives_in_its_twin(monkeypatch)
     with pytest.raises(AssertionError):
         live_through_a_failed_twin()
+
+
+def test_simulation_copy_of_a_failed_row_that_is_trusted_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SwapSpace, "distrust", lambda self, request, root, distrusted: None)
+    with pytest.raises(AssertionError):
+        live_through_a_failed_copy()
 
 
 def test_simulation_free_order_reversed_is_noticed_by_the_hits_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:

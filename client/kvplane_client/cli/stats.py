@@ -52,7 +52,7 @@ def _rows(current: Stats) -> list[tuple[str, str]]:
         ("evicted", f"{current.blocks_evicted} cached blocks"),
         ("tokens", f"{current.tokens_generated} generated, {current.tokens_computed} computed"),
         ("steps", f"{current.steps} done, {current.steps_failed} failed"),
-        ("preemptions", f"{current.preemptions}, and {current.reschedules} rescheduled"),
+        ("preemptions", _preemptions(current)),
         ("policy", f"{settings.policy}, prefix caching {_caching(settings)}"),
         (
             "limits",
@@ -83,6 +83,15 @@ def _pool(pool: PoolStats | None) -> str:
     used = pool.num_blocks - pool.free_blocks
     share = used / pool.num_blocks if pool.num_blocks else 0.0
     return f"{used} of {pool.num_blocks} used ({share:.0%}), {pool.cached_blocks} cached, {pool.block_size} tokens each"
+
+
+def _preemptions(current: Stats) -> str:
+    counts = f"{current.preemptions}, and {current.reschedules} rescheduled"
+    pool = current.pool
+    if pool is None or not pool.num_host_blocks:
+        return counts
+    used = f"{pool.used_host_blocks} of {pool.num_host_blocks} host blocks used"
+    return f"{counts}; {current.swapped_out} swapped out, {current.swapped_in} in, {used}"
 
 
 def _hit_rate(current: Stats) -> str:

@@ -71,6 +71,7 @@ def up(
     max_num_batched_tokens: up_opt.MaxNumBatchedTokens = None,
     max_num_seqs: up_opt.MaxNumSeqs = None,
     policy: up_opt.Policy = None,
+    preemption_mode: up_opt.PreemptionMode = None,
     manager_arg: up_opt.ManagerArg = None,
     executor_arg: up_opt.ExecutorArg = None,
     no_restart_executor: up_opt.NoRestartExecutor = False,
@@ -89,6 +90,7 @@ def up(
         "--max-num-batched-tokens": max_num_batched_tokens,
         "--max-num-seqs": max_num_seqs,
         "--policy": policy,
+        "--preemption-mode": preemption_mode,
         "--drain-timeout-s": drain_seconds,
     }
     executor_flags = {

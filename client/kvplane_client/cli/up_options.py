@@ -32,6 +32,7 @@ __all__ = [
     "NumBlocksOverride",
     "Policy",
     "Port",
+    "PreemptionMode",
     "StateDir",
     "SwapSpace",
     "Verbose",
@@ -174,6 +175,15 @@ Policy = Annotated[
     typer.Option(
         "--policy", metavar="NAME", parser=one_of(lambda: ["fcfs", "priority", "fair"], advice="fcfs is usual"),
         help="Who is next: fcfs (first come), priority, or fair (the tenant served least). Default: fcfs.",
+        rich_help_panel=_MANAGER,
+    ),
+]  # fmt: skip
+PreemptionMode = Annotated[
+    str | None,
+    typer.Option(
+        "--preemption-mode", metavar="MODE",
+        parser=one_of(lambda: ["recompute", "swap", "auto"], advice="swap and auto need --swap-space"),
+        help="What becomes of preempted blocks: recompute, swap or auto. Default: recompute.",
         rich_help_panel=_MANAGER,
     ),
 ]  # fmt: skip

@@ -238,12 +238,18 @@ MODEL = pb.GetModelResponse(
 STATS = manager_pb.GetStatsResponse(
     uptime_seconds=12.5,
     state=manager_pb.MANAGER_STATE_SERVING,
-    pool=manager_pb.PoolStats(block_size=16, num_blocks=10, free_blocks=6, cached_blocks=5, kv_epoch=9),
+    pool=manager_pb.PoolStats(
+        block_size=16, num_blocks=10, free_blocks=6, cached_blocks=5, kv_epoch=9, num_host_blocks=20, used_host_blocks=7
+    ),
     requests_waiting=1,
     requests_running=2,
     requests_finished={"stop": 3, "length": 1},
+    preemptions=6,
+    reschedules=2,
     prefix_queries=100,
     prefix_hits=25,
+    swapped_out=4,
+    swapped_in=3,
     settings=manager_pb.SchedulerSettings(
         policy="fcfs",
         max_num_batched_tokens=512,
@@ -251,6 +257,7 @@ STATS = manager_pb.GetStatsResponse(
         max_waiting=64,
         enable_prefix_caching=True,
         isolate_tenants=True,
+        preemption_mode="swap",
     ),
     tenants=[
         manager_pb.TenantStats(tenant="acme", requests_waiting=2, requests_running=1, served=340.25),

@@ -139,7 +139,8 @@ def test_up_is_ready_then_stops_in_order_on_interrupt(tmp_path: Path, running: l
     up = Up(
         tmp_path, "--backend", "sim", "--port", "0", "--json", "--block-size", "8", "--max-model-len", "64",
         "--num-blocks-override", "9", "--memory-limit", "1GiB", "--swap-space", "64KiB", "--max-num-seqs", "3",
-        "--policy", "priority", "--drain-seconds", "20", "--manager-arg=--queue-ahead=false",
+        "--policy", "priority", "--preemption-mode", "swap", "--drain-seconds", "20",
+        "--manager-arg=--queue-ahead=false",
         "--executor-arg=--num-threads", "--executor-arg=1",
     )  # fmt: skip
     running.append(up)
@@ -157,7 +158,7 @@ def test_up_is_ready_then_stops_in_order_on_interrupt(tmp_path: Path, running: l
     assert not alive(ready["executor_pid"])
     assert up.arguments_of("manager") == [
         "--host", "127.0.0.1", "--port", port, "--log-format", "json", "--exit-with-parent", "--max-num-seqs", "3",
-        "--policy", "priority", "--drain-timeout-s", "20.0", "--queue-ahead=false",
+        "--policy", "priority", "--preemption-mode", "swap", "--drain-timeout-s", "20.0", "--queue-ahead=false",
     ]  # fmt: skip
     assert up.arguments_of("executor") == [
         "--manager", f"localhost:{port}", "--port", "0", "--log-format", "json", "--exit-with-parent", "--backend",

@@ -54,8 +54,18 @@ async def test_get_stats_carries_every_field(manager: Manager) -> None:
         "prefix_queries": 11,
         "prefix_hits": 12,
         "blocks_evicted": 13,
+        "swapped_out": 14,
+        "swapped_in": 15,
     }
-    pool = PoolView(block_size=16, num_blocks=20, free_blocks=15, cached_blocks=4, kv_epoch=2**63)
+    pool = PoolView(
+        block_size=16,
+        num_blocks=20,
+        free_blocks=15,
+        cached_blocks=4,
+        kv_epoch=2**63,
+        num_host_blocks=40,
+        used_host_blocks=3,
+    )
     tenants = [TenantView("b", 1, 2, 3.5), TenantView("", 4, 5, 0.0)]
     manager.engine.stats_value = EngineStats(1.5, ManagerState.DRAINING, pool, **counters, tenants=tenants)  # type: ignore[arg-type]
     stats = await manager.kv.GetStats(pb.GetStatsRequest())
@@ -68,6 +78,7 @@ async def test_get_stats_carries_every_field(manager: Manager) -> None:
         name: getattr(pool, name) for name in PoolView.__slots__
     }
     assert (stats.settings.policy, stats.settings.max_num_seqs, stats.settings.queue_ahead) == ("fcfs", 256, True)
+    assert stats.settings.preemption_mode == "recompute"
     weights = (stats.settings.fair_input_weight, stats.settings.fair_output_weight, stats.settings.fair_cached_weight)
     assert weights == (1, 2, 0)
     assert list(stats.tenants) == [

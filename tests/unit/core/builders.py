@@ -95,9 +95,10 @@ def make_kv(
     )
 
 
-def make_scheduler(kv: KVCache | None = None, **limits: Any) -> Scheduler:
+def make_scheduler(kv: KVCache | None = None, *, num_host_blocks: int = 0, **limits: Any) -> Scheduler:
     """A scheduler; without limits given, one step at a time and no watermark."""
-    return Scheduler(SchedulerConfig(**({"max_outstanding": 1, "watermark": 0.0} | limits)), kv or make_kv())
+    config = SchedulerConfig(**({"max_outstanding": 1, "watermark": 0.0} | limits))
+    return Scheduler(config, kv or make_kv(), num_host_blocks)
 
 
 def make_result(
@@ -106,6 +107,8 @@ def make_result(
     *,
     failed: Iterable[int] = (),
     logprobs: Mapping[int, TokenLogprobs] | None = None,
+    compute_us: int = 0,
+    copy_us: int = 0,
 ) -> StepResult:
     """What an executor answers: the same token for every sample, or one for each, or by request id."""
     failed = set(failed)
@@ -121,6 +124,8 @@ def make_result(
         computed_upto=[row.start if index in failed else row.stop for index, row in enumerate(step.rows)],
         logprobs=dict(logprobs or {}),
         errors={index: RowFailedError("NON_FINITE_LOGITS", "as the test wants", row=index) for index in failed},
+        compute_us=compute_us,
+        copy_us=copy_us,
     )
 
 

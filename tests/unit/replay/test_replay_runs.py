@@ -29,12 +29,14 @@ def run(
     num_blocks: int = 40,
     cost: CostModel = ONE_SECOND,
     speedup: float = 1.0,
+    *,
     eviction_policy: str = "lru",
+    num_host_blocks: int = 0,
     **limits: object,
 ) -> Measurements:
     kv = KVCacheManager(num_blocks, BLOCK_SIZE, eviction_policy=eviction_policy)
     values = {"max_waiting": len(trace), "max_outstanding": 1, "watermark": 0.0} | limits
-    scheduler = Scheduler(SchedulerConfig(**values), kv)  # type: ignore[arg-type]
+    scheduler = Scheduler(SchedulerConfig(**values), kv, num_host_blocks)  # type: ignore[arg-type]
     found = TimedReplay(trace, scheduler, cost, speedup).run()
     scheduler.check_integrity()
     assert kv.pool.num_free_blocks == num_blocks - 1
@@ -101,6 +103,25 @@ def test_timed_preemption_shows_as_one_and_its_look_up_is_not_counted_again() ->
     assert max(found.token_gaps) > 1.0
 
 
+def test_timed_swap_costs_its_copies_and_computes_nothing_twice() -> None:
+    trace = [traced("a", 0.0, (1, 12), output=8), traced("b", 0.0, (2, 12), output=8)]
+    cost = CostModel(step_us=1e6, prefill_token_us=0, decode_row_us=0, context_token_us=0, copy_token_us=250_000)
+    limits = {"cost": cost, "num_host_blocks": 20, "num_blocks": 9}
+    found = run(trace, preemption_mode="swap", **limits)  # type: ignore[arg-type]
+    again = run(trace, **limits)  # type: ignore[arg-type]
+    assert (found.preemptions, found.swapped_out, found.output_tokens) == (1, 1, 16)
+    assert found.tokens_computed == 2 * (12 + 8 - 1) < again.tokens_computed
+
+
+def test_timed_auto_learns_from_what_steps_cost() -> None:
+    trace = [traced(f"r{index}", 0.0, (index, 12), output=20) for index in range(30)]
+    ways = {"num_blocks": 20, "num_host_blocks": 100, "preemption_mode": "auto", "max_num_batched_tokens": 64}
+    cheap = run(trace, cost=CostModel(copy_token_us=1), **ways)  # type: ignore[arg-type]
+    dear = run(trace, cost=CostModel(copy_token_us=100_000), **ways)  # type: ignore[arg-type]
+    assert cheap.swapped_out > cheap.preemptions // 2
+    assert 1 <= dear.swapped_out <= 1 + dear.preemptions // 64
+
+
 def test_timed_request_that_can_never_fit_is_refused_and_one_that_outgrows_the_pool_fails() -> None:
     trace = [traced("a", 0.0, (1, 100)), traced("b", 0.0, (2, 8), output=100), traced("c", 0.0, (3, 4))]
     found = run(trace, num_blocks=6)
@@ -115,7 +136,7 @@ def test_cost_model_sums_its_terms() -> None:
     scheduler.add_request(traced("a", 0.0, (1, 8), output=3).to_new_request(0.0))
     step = scheduler.schedule()
     assert step is not None
-    run_times.append(cost.seconds(step))
+    run_times.append(cost.seconds(step, 4))
     found = run([traced("a", 0.0, (1, 8), output=3), traced("b", 1.0, (2, 5), output=1)], cost=cost)
     # 8 prompt tokens, 8 read, 36 pairs; then a row at length 9 beside 5 prompt tokens, 15 pairs; then one at length 10.
     first, second, third = 1.080008 + 0.0000036, 1.0 + 0.05 + 0.0001 + 0.000014 + 0.0000015, 1.0 + 0.0001 + 0.00001

@@ -232,6 +232,8 @@ class GetStatsResponse(google.protobuf.message.Message):
     BLOCKS_EVICTED_FIELD_NUMBER: builtins.int
     SETTINGS_FIELD_NUMBER: builtins.int
     TENANTS_FIELD_NUMBER: builtins.int
+    SWAPPED_OUT_FIELD_NUMBER: builtins.int
+    SWAPPED_IN_FIELD_NUMBER: builtins.int
     uptime_seconds: builtins.float
     """uptime_seconds is how long the manager has run."""
     state: Global___ManagerState.ValueType
@@ -258,6 +260,12 @@ class GetStatsResponse(google.protobuf.message.Message):
     """prefix_hits counts those found."""
     blocks_evicted: builtins.int
     """blocks_evicted counts cached blocks whose hash was removed because the block was handed out again."""
+    swapped_out: builtins.int
+    """swapped_out counts the preemptions that had the request's blocks copied to host memory; the others recompute."""
+    swapped_in: builtins.int
+    """swapped_in counts how often a request's blocks were copied back. That may be more often than out, for one that is
+    preempted on its return is still in host memory; or less often, for one that finds all in the prefix cache, or ends.
+    """
     @property
     def pool(self) -> Global___PoolStats:
         """pool describes the block pool. Absent before an executor is ready."""
@@ -294,10 +302,12 @@ class GetStatsResponse(google.protobuf.message.Message):
         blocks_evicted: builtins.int = ...,
         settings: Global___SchedulerSettings | None = ...,
         tenants: collections.abc.Iterable[Global___TenantStats] | None = ...,
+        swapped_out: builtins.int = ...,
+        swapped_in: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["pool", b"pool", "settings", b"settings"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks_evicted", b"blocks_evicted", "pool", b"pool", "preemptions", b"preemptions", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries", "requests_finished", b"requests_finished", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "reschedules", b"reschedules", "settings", b"settings", "state", b"state", "steps", b"steps", "steps_failed", b"steps_failed", "tenants", b"tenants", "tokens_computed", b"tokens_computed", "tokens_generated", b"tokens_generated", "uptime_seconds", b"uptime_seconds"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks_evicted", b"blocks_evicted", "pool", b"pool", "preemptions", b"preemptions", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries", "requests_finished", b"requests_finished", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "reschedules", b"reschedules", "settings", b"settings", "state", b"state", "steps", b"steps", "steps_failed", b"steps_failed", "swapped_in", b"swapped_in", "swapped_out", b"swapped_out", "tenants", b"tenants", "tokens_computed", b"tokens_computed", "tokens_generated", b"tokens_generated", "uptime_seconds", b"uptime_seconds"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetStatsResponse: typing_extensions.TypeAlias = GetStatsResponse
@@ -346,6 +356,8 @@ class PoolStats(google.protobuf.message.Message):
     FREE_BLOCKS_FIELD_NUMBER: builtins.int
     CACHED_BLOCKS_FIELD_NUMBER: builtins.int
     KV_EPOCH_FIELD_NUMBER: builtins.int
+    NUM_HOST_BLOCKS_FIELD_NUMBER: builtins.int
+    USED_HOST_BLOCKS_FIELD_NUMBER: builtins.int
     block_size: builtins.int
     """block_size is tokens per block."""
     num_blocks: builtins.int
@@ -356,6 +368,10 @@ class PoolStats(google.protobuf.message.Message):
     """cached_blocks is how many blocks have a hash, free or in use."""
     kv_epoch: builtins.int
     """kv_epoch names the executor's cache content."""
+    num_host_blocks: builtins.int
+    """num_host_blocks is the number of blocks in host memory that the manager swaps to. 0 means that it does not."""
+    used_host_blocks: builtins.int
+    """used_host_blocks is how many of them hold blocks of preempted requests, or are being copied from or to."""
     def __init__(
         self,
         *,
@@ -364,8 +380,10 @@ class PoolStats(google.protobuf.message.Message):
         free_blocks: builtins.int = ...,
         cached_blocks: builtins.int = ...,
         kv_epoch: builtins.int = ...,
+        num_host_blocks: builtins.int = ...,
+        used_host_blocks: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "kv_epoch", b"kv_epoch", "num_blocks", b"num_blocks"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "kv_epoch", b"kv_epoch", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "used_host_blocks", b"used_host_blocks"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PoolStats: typing_extensions.TypeAlias = PoolStats
@@ -387,6 +405,7 @@ class SchedulerSettings(google.protobuf.message.Message):
     FAIR_OUTPUT_WEIGHT_FIELD_NUMBER: builtins.int
     FAIR_CACHED_WEIGHT_FIELD_NUMBER: builtins.int
     ISOLATE_TENANTS_FIELD_NUMBER: builtins.int
+    PREEMPTION_MODE_FIELD_NUMBER: builtins.int
     policy: builtins.str
     """policy is "fcfs", "priority" or "fair"."""
     max_num_batched_tokens: builtins.int
@@ -409,6 +428,8 @@ class SchedulerSettings(google.protobuf.message.Message):
     """fair_cached_weight is what a prompt token found in the prefix cache counts under the fair policy."""
     isolate_tenants: builtins.bool
     """isolate_tenants says whether only requests of one tenant share cached blocks."""
+    preemption_mode: builtins.str
+    """preemption_mode is "recompute", "swap" or "auto"."""
     def __init__(
         self,
         *,
@@ -423,8 +444,9 @@ class SchedulerSettings(google.protobuf.message.Message):
         fair_output_weight: builtins.float = ...,
         fair_cached_weight: builtins.float = ...,
         isolate_tenants: builtins.bool = ...,
+        preemption_mode: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["enable_prefix_caching", b"enable_prefix_caching", "fair_cached_weight", b"fair_cached_weight", "fair_input_weight", b"fair_input_weight", "fair_output_weight", b"fair_output_weight", "isolate_tenants", b"isolate_tenants", "long_prefill_token_threshold", b"long_prefill_token_threshold", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_waiting", b"max_waiting", "policy", b"policy", "queue_ahead", b"queue_ahead"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["enable_prefix_caching", b"enable_prefix_caching", "fair_cached_weight", b"fair_cached_weight", "fair_input_weight", b"fair_input_weight", "fair_output_weight", b"fair_output_weight", "isolate_tenants", b"isolate_tenants", "long_prefill_token_threshold", b"long_prefill_token_threshold", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_waiting", b"max_waiting", "policy", b"policy", "preemption_mode", b"preemption_mode", "queue_ahead", b"queue_ahead"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___SchedulerSettings: typing_extensions.TypeAlias = SchedulerSettings

@@ -1,0 +1,311 @@
+"""Blocks of preempted requests in the executor's host memory: which copies there are, and which are under way.
+
+Station: owned by `Scheduler`, one for each cache; calls `KVCacheManager` for device blocks, `SwapPolicy` for whether to
+swap at all, and adds its orders to the `StepPlan`. One KV group only.
+
+Life of a copy, by what its request does:
+
+    running ─preempted▶ LEAVING ─acknowledged▶ HELD ─admitted▶ RETURNING ─acknowledged▶ gone
+                                                ▲                 │
+                                                └── preempted, ◀──┘
+                                                    or the step was lost
+
+* LEAVING: a step that is out copies the blocks to the host. Nobody else gets them before it is acknowledged, and the
+  request is not admitted. Is the step lost, the copy is void and the request computes again.
+* HELD: the request waits, and holds host blocks only.
+* RETURNING: it runs; a step that is out copies its blocks back, so the host's are kept until it is acknowledged.
+* DROPPED: nobody wants the copy any more, but a step that is out may still write or read the host blocks.
+
+What is copied is what steps before have computed, as far as tokens are known: a token that was being sampled is
+dropped, and the one before it computed again, as after any preemption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from enum import Enum
+
+from kvmanager_service.core.block import BlockContent, KVCacheBlock
+from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.request import Request, RequestStatus
+from kvmanager_service.core.step import BlockCopy, CopyDirection, SchedulerStats, Step, StepResult
+from kvmanager_service.core.step_plan import StepPlan
+from kvmanager_service.core.swap_policy import SwapPolicy
+
+
+class CopyPhase(Enum):
+    """Where a copy stands; see the module."""
+
+    LEAVING = "leaving"
+    HELD = "held"
+    RETURNING = "returning"
+    DROPPED = "dropped"
+
+
+class HostCopy:
+    """What the host holds, or is about to, of one request.
+
+    Attributes:
+        request: whose.
+        host_ids: host blocks in table order.
+        num_tokens: tokens whose K/V they hold; at least one known token is not among them.
+        root: content of the first block, None when that is not cached: two requests with the same share a prefix.
+        phase: where it stands.
+        blocks: LEAVING: the device blocks that are copied. They are referenced, as if by a table.
+        step_id: the newest step that orders a copy from or to the host blocks and is out; 0 when none is.
+    """
+
+    __slots__ = ("blocks", "host_ids", "num_tokens", "phase", "request", "root", "step_id")
+
+    def __init__(
+        self, request: Request, host_ids: list[int], num_tokens: int, blocks: list[KVCacheBlock], step_id: int
+    ) -> None:
+        self.request = request
+        self.host_ids = host_ids
+        self.num_tokens = num_tokens
+        self.root: BlockContent | None = blocks[0].content
+        self.phase = CopyPhase.LEAVING
+        self.blocks = blocks
+        self.step_id = step_id
+
+    def __repr__(self) -> str:
+        return (
+            f"HostCopy({self.request.request_id!r}, {self.phase.value}, tokens={self.num_tokens}, "
+            f"host_ids={self.host_ids}, step_id={self.step_id})"
+        )
+
+
+class SwapSpace:
+    """The host pool of one cache.
+
+    Args:
+        kv: whose blocks are swapped.
+        num_host_blocks: how many blocks the executor has set aside in host memory.
+        policy: whom to swap out.
+        stats: where is counted who was swapped out and in.
+
+    Invariants (`check_integrity`):
+        A host block is free or belongs to one copy. A request has one copy at most: LEAVING or HELD while it waits,
+        RETURNING while it runs.
+    """
+
+    def __init__(self, kv: KVCacheManager, num_host_blocks: int, policy: SwapPolicy, stats: SchedulerStats) -> None:
+        self.num_host_blocks = num_host_blocks
+        self._kv = kv
+        self._policy = policy
+        self._stats = stats
+        self._free_host_ids = list(range(num_host_blocks - 1, -1, -1))
+        self._copies: dict[int, HostCopy] = {}
+        self._under_way: dict[int, list[HostCopy]] = {}
+
+    @property
+    def num_used_host_blocks(self) -> int:
+        """Host blocks that hold a copy, or are being copied from or to."""
+        return self.num_host_blocks - len(self._free_host_ids)
+
+    def requests(self) -> list[Request]:
+        """Whose blocks are in host memory, or on their way there or back."""
+        return [copy.request for copy in self._copies.values()]
+
+    # --- a request leaves -----------------------------------------------------------------------------------------
+
+    def leave(self, request: Request, plan: StepPlan | None) -> None:
+        """A running request is being preempted: keep its computed blocks, if that can be and is worth it.
+
+        Called before its table is freed; the blocks that are kept are taken out of it.
+
+        Args:
+            request: still with its table.
+            plan: the step being decided, None when none is: then nothing can be copied, and only a request on its
+                return goes back to what the host still holds.
+        """
+        copy = self._copies.get(request.arrival_seq)
+        if copy is not None:
+            assert copy.phase is CopyPhase.RETURNING
+            copy.phase = CopyPhase.HELD
+            return
+        # One known token is left to compute, for without it nothing could be sampled.
+        num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        num_blocks = self._kv.num_blocks_for(num_tokens)
+        if plan is None or not 0 < num_blocks <= len(self._free_host_ids):
+            return
+        if not self._policy.prefers_swap(num_tokens - self._num_shared_tokens(request), num_blocks):
+            return
+        blocks = self._kv.detach(request, num_blocks)
+        host_ids = [self._free_host_ids.pop() for _ in range(num_blocks)]
+        for block, host_id in zip(blocks, host_ids, strict=True):
+            plan.copies.append(BlockCopy(CopyDirection.DEVICE_TO_HOST, block.block_id, host_id))
+        copy = HostCopy(request, host_ids, num_tokens, blocks, plan.step_id)
+        self._copies[request.arrival_seq] = copy
+        self._under_way.setdefault(plan.step_id, []).append(copy)
+        self._stats.swapped_out += 1
+
+    def _num_shared_tokens(self, request: Request) -> int:
+        """Tokens of its prefix that other tables hold, too: those will be found, not computed."""
+        shared = 0
+        for block in request.blocks:
+            if block.ref_cnt == 1:
+                break
+            shared += self._kv.block_size
+        return shared
+
+    def will_have_room(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
+        """Whether blocks on their way to the host will make room for a running request's next tokens.
+
+        If so, it is noted that the request waits for them: whoever comes after it in this plan does not count on the
+        same ones.
+        """
+        leaving = self._leaving_references()
+        needed = max(0, self._kv.num_blocks_for(num_tokens) - len(request.blocks))
+        if request.may_share_tail and self._kv.shares_tail(request):
+            tail = request.blocks[request.num_computed_tokens // self._kv.block_size]
+            needed += tail.ref_cnt - leaving.get(tail, 0) > 1  # then it takes a copy of the block that it writes to
+        num_leaving = sum(block.ref_cnt == count for block, count in leaving.items())
+        expected = num_leaving + self._kv.pool.num_free_blocks - sum(plan.awaited.values())
+        if needed > expected:
+            return False
+        plan.awaited[request.arrival_seq] = needed
+        return True
+
+    def _leaving_references(self) -> dict[KVCacheBlock, int]:
+        """How many references of each block will be dropped once all that is under way is acknowledged."""
+        references: dict[KVCacheBlock, int] = {}
+        for copy in self._copies.values():
+            for block in copy.blocks:
+                references[block] = references.get(block, 0) + 1
+        return references
+
+    # --- and comes back -------------------------------------------------------------------------------------------
+
+    def is_leaving(self, request: Request) -> bool:
+        """Whether a waiting request's blocks are still on their way to the host: it can not be admitted yet."""
+        copy = self._copies.get(request.arrival_seq)
+        return copy is not None and copy.phase is CopyPhase.LEAVING
+
+    def bring_back(self, request: Request, plan: StepPlan) -> None:
+        """A request was admitted, with the prefix hits there are: order copies of what else the host holds of it."""
+        copy = self._copies.get(request.arrival_seq)
+        if copy is None:
+            return
+        if copy.num_tokens <= request.num_computed_tokens:
+            self.forget(request)
+            return
+        assert copy.phase is CopyPhase.HELD
+        first = request.num_computed_tokens // self._kv.block_size
+        for block, host_id in zip(request.blocks[first:], copy.host_ids[first:], strict=False):
+            plan.copies.append(BlockCopy(CopyDirection.HOST_TO_DEVICE, host_id, block.block_id))
+        request.num_computed_tokens = copy.num_tokens
+        copy.phase = CopyPhase.RETURNING
+        copy.step_id = plan.step_id
+        self._under_way.setdefault(plan.step_id, []).append(copy)
+        self._stats.swapped_in += 1
+
+    # --- steps come back, or do not -------------------------------------------------------------------------------
+
+    def acknowledged(self, step: Step, result: StepResult) -> None:
+        """A step's copies were done: blocks that left are free, and so are the host's of who has returned."""
+        self._policy.acknowledged(step, result)
+        for copy in self._under_way.pop(step.step_id, ()):
+            if copy.step_id != step.step_id:
+                continue  # it was ordered back once more
+            copy.step_id = 0
+            if copy.phase is CopyPhase.LEAVING:
+                copy.phase = CopyPhase.HELD
+                self._give_back_blocks(copy)
+            elif copy.phase is CopyPhase.RETURNING:
+                self.forget(copy.request)
+            elif copy.phase is CopyPhase.DROPPED:
+                self._free_host_ids += copy.host_ids
+
+    def lose(self, lost: Iterable[Step]) -> None:
+        """Outstanding steps were lost: what they were to copy out is void, what they were to copy in is held."""
+        first = next(iter(lost), None)
+        if first is not None:
+            self._policy.lost(first)
+        under_way, self._under_way = self._under_way, {}
+        for copies in under_way.values():
+            for copy in copies:
+                if not copy.step_id:
+                    continue
+                copy.step_id = 0
+                if copy.phase is CopyPhase.LEAVING:
+                    self.forget(copy.request)
+                elif copy.phase is CopyPhase.DROPPED:
+                    self._free_host_ids += copy.host_ids
+
+    def distrust(self, request: Request, root: BlockContent | None, distrusted: Collection[KVCacheBlock]) -> None:
+        """A row of a request failed: forget its copy, and whatever else was copied from blocks in doubt.
+
+        Args:
+            request: the failed row's.
+            root: content of the first block of the failed row's table, None when that is not cached or not known.
+            distrusted: blocks that lost their content; see `KVCacheManager.distrust`.
+        """
+        for copy in list(self._copies.values()):
+            if (
+                copy.request is request
+                or (request.family_id and copy.request.family_id == request.family_id)
+                or (root is not None and copy.root is root)
+                or any(block in distrusted for block in copy.blocks)
+            ):
+                self.forget(copy.request)
+
+    # --- copies nobody wants --------------------------------------------------------------------------------------
+
+    def forget(self, request: Request) -> None:
+        """A request has ended, or can not use its copy, if it has one: give back all that the copy holds.
+
+        Device blocks that are being copied are free at once, for nobody reads the copy. Host blocks are not: a later
+        copy to them must not overtake the one that is out.
+        """
+        copy = self._copies.pop(request.arrival_seq, None)
+        if copy is None:
+            return
+        self._give_back_blocks(copy)
+        copy.phase = CopyPhase.DROPPED
+        if not copy.step_id:
+            self._free_host_ids += copy.host_ids
+
+    def forget_all(self) -> None:
+        """Forget every copy."""
+        for copy in list(self._copies.values()):
+            self.forget(copy.request)
+
+    def _give_back_blocks(self, copy: HostCopy) -> None:
+        blocks, copy.blocks = copy.blocks, []
+        self._kv.give_back(copy.request, blocks)
+
+    # --- checks ---------------------------------------------------------------------------------------------------
+
+    def tables(self) -> Iterator[list[KVCacheBlock]]:
+        """Device blocks on their way to the host: references that no request's table has."""
+        for copy in self._copies.values():
+            yield copy.blocks
+
+    def check_integrity(self, outstanding: Collection[int]) -> None:
+        """Check every invariant. `outstanding` is the ids of the steps that are out. Raises AssertionError."""
+        taken = list(self._free_host_ids)
+        for copy in self._copies.values():
+            taken += copy.host_ids
+            self._check_copy(copy)
+        for step_id, copies in self._under_way.items():
+            assert step_id in outstanding, f"copies are under way in step {step_id}, which is not out"
+            for copy in copies:
+                if copy.step_id == step_id and copy.phase is CopyPhase.DROPPED:
+                    taken += copy.host_ids
+        assert sorted(taken) == list(range(self.num_host_blocks)), "a host block is lost or in two places"
+        for copy in self._copies.values():
+            is_out = any(copy in copies for copies in self._under_way.values())
+            assert not copy.step_id or is_out, f"{copy!r} waits for a step that is not out"
+
+    def _check_copy(self, copy: HostCopy) -> None:
+        request = copy.request
+        assert self._copies.get(request.arrival_seq) is copy
+        assert copy.phase is not CopyPhase.DROPPED, f"{copy!r} is kept"
+        assert len(copy.host_ids) == self._kv.num_blocks_for(copy.num_tokens), f"{copy!r} has too many or too few"
+        assert 0 < copy.num_tokens < request.num_tokens, f"{copy!r} leaves {request!r} nothing to compute"
+        status = RequestStatus.RUNNING if copy.phase is CopyPhase.RETURNING else RequestStatus.PREEMPTED
+        assert request.status is status, f"{copy!r} is of {request!r}"
+        is_leaving = copy.phase is CopyPhase.LEAVING
+        assert len(copy.blocks) == (len(copy.host_ids) if is_leaving else 0), f"{copy!r} holds {copy.blocks}"
+        assert copy.step_id or copy.phase is CopyPhase.HELD, f"{copy!r} waits for nothing"
