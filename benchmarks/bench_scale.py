@@ -5,7 +5,7 @@
 Each figure is a median of CPU time, and every size is asked for the same work in the same order: `PREFIXES` of `CHAIN`
 blocks, each a chain that lies as a prompt left it. Three patterns differ in which:
 
-* again: the same ones in each round, so that what they take stays in the CPU's caches whatever the size of the pool.
+* again: the same ones as just before, so that what they take is in the CPU's caches whatever the size of the pool.
   What grew here would be the algorithm.
 * prefixes: drawn at random from all that are cached, as requests hit them.
 * scattered: as many blocks as are in those, each from another place: looked up, the first block of a prefix each;
@@ -148,6 +148,8 @@ def block_operations(kv: KVCacheManager, chains: list[list[KVCacheBlock]], round
     rng, num_chains = walk.rng, len(walk.chains)
     again = [request_for(chain, CHAIN) for chain in range(PREFIXES)]
     for _ in range(rounds):
+        for request in again:  # what the last round walked over since is not in the caches any more
+            kv.get_computed_blocks(request)
         walk.reuse("again", walk.hit("again", again))
         walk.reuse(
             "prefixes",
