@@ -173,6 +173,11 @@ class KVCacheManager:
         child.num_computed_tokens = num_tokens
         parent.may_share_tail = child.may_share_tail = True
 
+    def num_new_blocks(self, request: Request, num_tokens: int) -> int:
+        """Free blocks that it takes to let a running request's table hold its first num_tokens tokens."""
+        new = max(0, self.num_blocks_for(num_tokens) - len(request.blocks))
+        return new + int(request.may_share_tail and self.shares_tail(request))
+
     def shares_tail(self, request: Request) -> bool:
         """Whether another table has the block that the request's next token is written to."""
         index = request.num_computed_tokens // self.block_size

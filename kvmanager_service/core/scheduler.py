@@ -38,7 +38,7 @@ from kvmanager_service.core.request import (
 )
 from kvmanager_service.core.request_book import RequestBook
 from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig
-from kvmanager_service.core.step import ScheduledRow, SchedulerStats, Step, StepResult, check_result
+from kvmanager_service.core.step import Branch, ScheduledRow, SchedulerStats, Step, StepResult, check_result
 from kvmanager_service.core.step_plan import StepPlan
 from kvmanager_service.core.suspects import Suspects
 from kvmanager_service.core.swap_policy import SwapPolicy
@@ -371,23 +371,20 @@ class Scheduler:
                 if is_metered:
                     self.waiting.charge_token(request)
                 self._append(request, token_bytes[sample * TOKEN_BYTES : (sample + 1) * TOKEN_BYTES], sample, result)
-        if step.branches:
-            self._update_branches(step, result, token_bytes)
-
-    def _update_branches(self, step: Step, result: StepResult, token_bytes: bytes) -> None:
-        """The same for the branches that were born in this step: their first token was sampled from another's row."""
         for branch in step.branches:
-            request = branch.request
-            if request.status is not _RUNNING or request.incarnation != branch.incarnation:
-                continue
-            error = result.errors.get(step.rows.index(branch.row)) if result.errors else None
-            if error is not None:
-                self._finish(request, FinishReason.ERROR, error=error)
-                continue
-            sample = branch.sample_index
-            if self.waiting.is_metered:
-                self.waiting.charge_token(request)
-            self._append(request, token_bytes[sample * TOKEN_BYTES : (sample + 1) * TOKEN_BYTES], sample, result)
+            if _is_current(branch.request, branch.incarnation):
+                self._take_branch(branch, step, result)
+
+    def _take_branch(self, branch: Branch, step: Step, result: StepResult) -> None:
+        """What a row has sampled for a branch, or how it failed, is the branch's."""
+        request, sample = branch.request, branch.sample_index
+        error = result.errors.get(step.rows.index(branch.row)) if result.errors else None
+        if error is not None:
+            self._finish(request, FinishReason.ERROR, error=error)
+            return
+        if self.waiting.is_metered:
+            self.waiting.charge_token(request)
+        self._append(request, result.sampled[sample].to_bytes(TOKEN_BYTES, "little", signed=True), sample, result)
 
     def _distrust(self, row: ScheduledRow, step: Step) -> None:
         """A row failed: un-hash what it filled or read, and schedule anew whoever relies on it.

@@ -147,8 +147,7 @@ class SequencePool:
             )
         before = len(sequence.blocks)
         if not self.kv.allocate_slots(sequence, num_slots):
-            needed = max(self.kv.num_blocks_for(num_slots) - before, 0) + self.kv.shares_tail(sequence)
-            return self._shortage(sequence, needed)
+            return self._shortage(sequence, self.kv.num_new_blocks(sequence, num_slots))
         copies = tuple((copy.source_id, copy.target_id) for copy in self.kv.take_copies())
         sequence.token_bytes += token_bytes
         sequence.num_tokens = num_tokens

@@ -146,6 +146,16 @@ def test_copy_on_write_of_several_tokens_counts_the_copy_beside_the_new_blocks()
     kv.check_integrity([parent, child])
 
 
+def test_num_new_blocks_counts_the_copy_of_a_shared_block() -> None:
+    kv = make_kv(block_size=4)
+    parent, child = family(kv, 6, 1)
+    assert [kv.num_new_blocks(child, num_tokens) for num_tokens in (7, 8, 9)] == [1, 1, 2]
+    num_free = kv.pool.num_free_blocks
+    assert kv.allocate_slots(child, 9)
+    assert kv.pool.num_free_blocks == num_free - 2
+    assert [kv.num_new_blocks(request, 8) for request in (parent, child)] == [0, 0]
+
+
 def test_a_full_block_forked_in_its_middle_is_copied_while_the_parent_holds_it() -> None:
     kv = make_kv(block_size=4)
     parent = make_request("parent", range(12))
