@@ -57,8 +57,8 @@ async def test_generate_random_model_equals_transformers(
         assert list(completion.token_ids) == reference_tokens(folder, prompt, NEW_TOKENS)
     preemptions = after.preemptions - before.preemptions
     print(f"{preemptions} preemptions")
-    is_swapping = after.settings.preemption_mode == "swap"
-    assert after.swapped_out - before.swapped_out == (preemptions if is_swapping else 0)
+    is_swapping = preemptions > 0 and after.settings.preemption_mode == "swap"
+    assert (after.swapped_in > before.swapped_in) is is_swapping
     if min_preemptions:
         assert preemptions >= min_preemptions
     else:

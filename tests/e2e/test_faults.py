@@ -132,15 +132,34 @@ async def test_executor_killed_and_restarted_streams_go_on_unharmed(cluster: Clu
     assert stats.requests_finished == {"length": len(jobs)}
 
 
-async def test_connection_cut_executor_alive_streams_go_on_from_its_cache(cluster: Cluster) -> None:
-    """Steps are lost on the way, the cache is not: what they would have filled must not be taken for filled."""
-    async with Proxy() as proxy:
+@pytest.mark.parametrize(
+    ("mode", "num_blocks", "jobs"),
+    [
         # Long prompts in small chunks, so that the lost steps fill blocks, two of them at a time.
-        cluster.start_manager(max_num_batched_tokens=256)
-        executor = cluster.start_executor(wait=False, sim_step_ms=10, advertise_address=f"127.0.0.1:{proxy.port}")
+        ("recompute", 4096, random_jobs(random.Random(23), 48, prompt=(500, 2_000), output=(20, 60))),
+        # Answers that the pool does not hold, so that blocks are swapped all the time.
+        ("swap", 60, random_jobs(random.Random(23), 20, prompt=(20, 60), output=(100, 200))),
+    ],
+    ids=["recompute", "swap"],
+)
+async def test_connection_cut_executor_alive_streams_go_on_from_its_cache(
+    cluster: Cluster, mode: str, num_blocks: int, jobs: list[Job]
+) -> None:
+    """Steps are lost on the way, the cache is not: what they would have filled must not be taken for filled.
+
+    Nor is what they would have copied taken for copied, and what lies in host memory is not lost either.
+    """
+    async with Proxy() as proxy:
+        cluster.start_manager(max_num_batched_tokens=256, preemption_mode=mode)
+        executor = cluster.start_executor(
+            wait=False,
+            sim_step_ms=10,
+            sim_num_blocks=num_blocks,
+            swap_space="1MiB",
+            advertise_address=f"127.0.0.1:{proxy.port}",
+        )
         proxy.target.set_result(executor_address(executor))
         await cluster.manager.logged("executor_active")
-        jobs = random_jobs(random.Random(23), 48, prompt=(500, 2_000), output=(20, 60))
         async with cluster.client() as client:
             async with Running(client, jobs) as running:
                 for cuts in range(1, 16):
@@ -152,6 +171,7 @@ async def test_connection_cut_executor_alive_streams_go_on_from_its_cache(cluste
                 await running.finished()
             stats = await settled(client)
     assert stats.steps_failed >= 15
+    assert (stats.swapped_in > 0) is (mode == "swap")
     assert len(cluster.manager.events("kv_cache_ready")) == 1, "the cache was kept all the time"
 
 
@@ -172,6 +192,34 @@ async def test_executor_killed_standby_takes_over(cluster: Cluster) -> None:
         await running.finished()
         assert (await client.list_executors())[-1].state is ExecutorState.ACTIVE
         await settled(client)
+
+
+async def test_executor_killed_while_requests_lie_in_host_memory_streams_go_on_unharmed(cluster: Cluster) -> None:
+    """What the host held went with the executor: those requests compute again, and are swapped by the next one."""
+    executor = {"sim_step_ms": 5, "block_size": 8, "sim_num_blocks": 60, "swap_space": "64KiB"}
+    cluster.start({"preemption_mode": "swap", "enable_prefix_caching": False, "watermark": 0.0}, **executor)
+    jobs = random_jobs(random.Random(5), 24, prompt=(1, 40), output=(60, 200))
+
+    async with cluster.client() as client:
+
+        async def swapped() -> Stats | None:
+            stats = await client.get_stats()
+            return stats if stats.pool is not None and stats.pool.used_host_blocks else None
+
+        async with Running(client, jobs) as running:
+            before = await eventually(swapped, "a request in host memory")
+            cluster.executors[-1].kill()
+            await asyncio.to_thread(cluster.start_executor, **executor)
+            await cluster.manager.logged("executor_active", 2)
+            await eventually(swapped, "a request in the next one's host memory")
+            await running.finished()
+        stats = await settled(client)
+
+    assert stats.reschedules > 0
+    assert stats.swapped_out > before.swapped_out
+    assert stats.pool is not None
+    assert stats.pool.used_host_blocks == 0
+    assert stats.requests_finished == {"length": len(jobs)}
 
 
 async def test_executor_frozen_until_its_lease_is_over_standby_takes_over_and_the_thawed_one_does_no_harm(
