@@ -13,6 +13,7 @@ from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import Request
 from kvmanager_service.core.request_book import RequestBook
 from kvmanager_service.core.scheduler import Scheduler
+from kvmanager_service.core.scheduler_config import RECOMPUTE
 from kvmanager_service.core.step import BlockCopy, ScheduledRow, Step, StepResult
 from kvmanager_service.core.step_plan import StepPlan
 from kvmanager_service.core.swap_space import CopyPhase, HostCopy, SwapSpace
@@ -457,7 +458,7 @@ def test_simulation_core_broken_on_purpose_notices(
     mutation(monkeypatch)
     for seed in range(1, MAX_SEEDS + 1):
         try:
-            Chaos(seed, one_byte=one_byte).run()
+            Chaos(seed, one_byte=one_byte, preemption_mode=RECOMPUTE).run()
         except AssertionError:
             return
     pytest.fail(f"{mutation.__name__} went unnoticed for {MAX_SEEDS} seeds")
