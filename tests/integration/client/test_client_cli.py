@@ -143,7 +143,7 @@ def test_generate_json_without_stream_is_one_document(cli: Cli) -> None:
     (document,) = lines(cli("generate", "a", "--json", "--no-stream"))
 
     assert list(document) == [
-        "request_id", "text", "token_ids", "logprobs", "finish_reason", "stop_match", "usage",
+        "request_id", "text", "token_ids", "logprobs", "finish_reason", "stop_match", "usage", "index",
     ]  # fmt: skip
     assert (document["text"], document["finish_reason"]) == (TEXT, "length")
 
