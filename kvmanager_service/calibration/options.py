@@ -15,8 +15,10 @@ from kvmanager_service.core.scheduler_config import SchedulerConfig
 __all__ = ["parse"]
 
 _DESCRIPTION = """\
-Measure what a step costs on an executor, and fit the cost model of `kvplane replay` to it: steps of a few dozen shapes,
-prompts and decoding rows, short and long. The executor must be up and serve no manager; it is left without a cache."""
+Measure what a step costs on an executor, and fit the cost model of
+`kvplane replay` to it: steps of a few dozen shapes, prompts and decoding
+rows, short and long. The executor must be up and serve no manager; it is
+left without a cache."""
 
 _EPILOG = """\
 Examples:
@@ -24,7 +26,8 @@ Examples:
   kvplane calibrate localhost:50061 -o cost.json
   kvplane replay mooncake.jsonl --num-blocks 8000 --cost-model cost.json
 
-Exit codes: 0 done, 1 the executor or the file can not be used, 2 wrong usage, 3 no executor there, 130 interrupted."""
+Exit codes: 0 done, 1 the executor or the file can not be used, 2 wrong
+usage, 3 no executor there, 130 interrupted."""
 
 
 def _address(text: str) -> str:

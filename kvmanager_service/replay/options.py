@@ -19,18 +19,22 @@ from kvmanager_service.replay.trace import FORMATS, MOONCAKE_BLOCK
 __all__ = ["parse"]
 
 _DESCRIPTION = """\
-Replay a trace of requests through KVPlane's own scheduler and block pool, on a simulated clock: no model, no GPU, and
-seconds for what took an hour. Shows hit ratios, queues, preemptions and latencies, so that cache sizes, eviction
+Replay a trace of requests through KVPlane's own scheduler and block pool, on a
+simulated clock: no model, no GPU, and seconds for what took an hour. Shows hit
+ratios, queues, preemptions and latencies, so that cache sizes, eviction
 policies and limits can be compared before anything is bought or restarted."""
 
 _EPILOG = """\
 Examples:
   kvplane replay mooncake.jsonl --num-blocks 30000 --block-size 512
-  kvplane replay mooncake.jsonl --num-blocks 10001 --block-size 512 --one-at-a-time --whole-blocks --eviction-policy lfu
-  kvplane replay azure.csv --num-blocks 29696 --speedup 4 --plot replay.svg --json
-  kvplane calibrate localhost:50061 -o cost.json && kvplane replay azure.csv --num-blocks 8000 --cost-model cost.json
+  kvplane replay mooncake.jsonl --num-blocks 10001 --block-size 512 \\
+    --one-at-a-time --whole-blocks --eviction-policy lfu
+  kvplane replay azure.csv --num-blocks 29696 --speedup 4 --plot replay.svg
+  kvplane calibrate localhost:50061 -o cost.json
+  kvplane replay azure.csv --num-blocks 8000 --cost-model cost.json
 
-Exit codes: 0 done, 1 the trace or a file can not be used, 2 wrong usage, 130 interrupted."""
+Exit codes: 0 done, 1 the trace or a file can not be used, 2 wrong usage, 130
+interrupted."""
 
 _TERM_HELP = (
     "any step: launches, reading the weights",

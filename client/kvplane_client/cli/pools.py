@@ -16,9 +16,9 @@ __all__ = ["pools"]
 
 
 def pools(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: opt.JsonFlag = False) -> None:
-    """List the pools of engines that run their own loop (the block-table API, see docs/block-tables.md).
+    """List the pools of engines that run their own loop: the block-table API.
 
-    The pool of the manager's own executors is not among them: `kvplane blocks` shows it.
+    That of the manager's own executors is not among them: see `kvplane blocks`.
 
     Examples:
       kvplane pools
