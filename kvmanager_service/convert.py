@@ -16,8 +16,8 @@ from collections.abc import Collection, Sequence
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
 from kvmanager_service.core.errors import InvalidRequestError
-from kvmanager_service.core.eviction_policies import MAX_RETENTION_PRIORITY, MIN_RETENTION_PRIORITY
 from kvmanager_service.core.request import NewRequest, SamplingParams, StopRules
+from kvmanager_service.core.retention import MAX_RETENTION_PRIORITY, MIN_RETENTION_PRIORITY
 from kvmanager_service.engine_api import ModelView
 from kvmanager_service.errors import PreconditionError
 

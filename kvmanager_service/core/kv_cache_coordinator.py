@@ -14,6 +14,7 @@ multiple of all block sizes and never the whole sequence. Source: vLLM's hybrid 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from math import gcd, lcm
 
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
@@ -339,13 +340,26 @@ class KVCacheCoordinator:
         ]
         held.sort(key=_depth)
         blocks = [block for _, block in held]
-        self.pool.note_use(blocks, request.retention_priority)
+        self.pool.note_use(blocks)
+        self._retain(request, blocks)
         self.pool.free_blocks(blocks)
         request.tables = []
         request.contents = []
         request.is_cacheable = True
         request.num_computed_tokens = 0
         self._requests_with_prefixes.pop(request.arrival_seq, None)
+
+    def _retain(self, request: Request, blocks: list[KVCacheBlock]) -> None:
+        if request.retention is None:
+            self.pool.retain(blocks, request.retention_priority, 0.0)
+            return
+        for group, table in zip(self.groups, request.tables, strict=False):
+            size, num_tokens = group.block_size, len(table.blocks) * group.block_size
+            for one in request.retention:
+                first = max(one.start // size, table.first)
+                if one.start < num_tokens:
+                    held = table.blocks[first : -(-min(one.stop, num_tokens) // size)]
+                    self.pool.retain(held, one.priority, one.duration)
 
     def frees_a_block(self, request: Request) -> bool:
         """Whether `free` would put at least one block back into the free queue."""
@@ -399,9 +413,13 @@ class KVCacheCoordinator:
 
     # --- checks ---------------------------------------------------------------------------------------------------
 
-    def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Check the pool against all tables of all requests that hold blocks. Raises AssertionError."""
-        self.pool.check_integrity(self._checked_tables(requests))
+    def check_integrity(self, requests: Iterable[Request], pinned: Iterable[list[KVCacheBlock]] = ()) -> None:
+        """Check the pool against all tables of all requests that hold blocks, and what pins hold.
+
+        Raises:
+            AssertionError: an invariant does not hold.
+        """
+        self.pool.check_integrity(chain(self._checked_tables(requests), pinned))
 
     def _checked_tables(self, requests: Iterable[Request]) -> Iterator[list[KVCacheBlock]]:
         group_of: dict[int, int] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_events import BlockEventLog
@@ -150,6 +151,12 @@ class KVCacheManager:
             return False
         return self.allocate_slots(request, request.num_tokens, self.get_computed_blocks(request), reserve)
 
+    def num_lacking(self, request: Request, num_tokens: int) -> int:
+        """Free blocks that are too few for the table to hold the first num_tokens tokens; 0 when there are enough."""
+        hits = [] if request.blocks else self.get_computed_blocks(request)
+        needed = self.num_blocks_for(num_tokens) - len(request.blocks) - len(hits)
+        return max(0, needed + sum(block.ref_cnt == 0 for block in hits) - self.pool.num_free_blocks)
+
     def _may_share(self, request: Request, num_blocks: int) -> bool:
         """Whether a waiting request may find this many blocks of its prefix in tables of others. A no is certain.
 
@@ -207,7 +214,8 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Take all blocks back, the deepest first, so that the deepest part of a prefix is evicted first."""
-        self.pool.note_use(request.blocks, request.retention_priority)
+        self.pool.note_use(request.blocks)
+        self._retain(request)
         self.pool.free_blocks(reversed(request.blocks))
         self._note(request, request.blocks, BlockMoment.FREED)
         request.blocks = []
@@ -215,6 +223,16 @@ class KVCacheManager:
         request.contents = []
         request.is_cacheable = True
         request.num_computed_tokens = 0
+
+    def _retain(self, request: Request) -> None:
+        if request.retention is None:
+            self.pool.retain(request.blocks, request.retention_priority, 0.0)
+            return
+        size, num_tokens = self.block_size, len(request.blocks) * self.block_size
+        for one in request.retention:
+            if one.start < num_tokens:
+                blocks = request.blocks[one.start // size : -(-min(one.stop, num_tokens) // size)]
+                self.pool.retain(blocks, one.priority, one.duration)
 
     def distrust(self, request: Request, step_id: int, *, with_table: bool) -> set[KVCacheBlock]:
         """Un-hash blocks whose content a failed row put in doubt.
@@ -309,9 +327,13 @@ class KVCacheManager:
         else:
             request.block_id_bytes += array("i", [block.block_id for block in blocks]).tobytes()
 
-    def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Check the pool against the tables of all requests that hold blocks. Raises AssertionError."""
-        self.pool.check_integrity(self._checked_tables(requests))
+    def check_integrity(self, requests: Iterable[Request], pinned: Iterable[list[KVCacheBlock]] = ()) -> None:
+        """Check the pool against the tables of all requests that hold blocks, and what pins hold.
+
+        Raises:
+            AssertionError: an invariant does not hold.
+        """
+        self.pool.check_integrity(chain(self._checked_tables(requests), pinned))
 
     def _checked_tables(self, requests: Iterable[Request]) -> Iterator[list[KVCacheBlock]]:
         for request in requests:

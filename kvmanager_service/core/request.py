@@ -14,6 +14,7 @@ from kvmanager_service.core.block_hash import BlockHash
 from kvmanager_service.core.errors import CoreError
 from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan, SpanKeys, request_keys
 from kvmanager_service.core.kv_groups import GroupTable
+from kvmanager_service.core.retention import RetentionRange, without_gaps
 
 TOKEN_BYTES = 4
 """Bytes of one token id in `Request.token_bytes`: little-endian int32, as on the wire."""
@@ -72,6 +73,7 @@ class NewRequest:
         spans: what stands behind prompt tokens, in order and without overlap.
         retention_priority: how much its blocks are worth keeping, in [MIN_RETENTION_PRIORITY, MAX_RETENTION_PRIORITY];
             higher is longer. Only the eviction policy `priority` asks.
+        retention: the same for ranges of its tokens, and for how long; what none covers has `retention_priority`.
     """
 
     request_id: str
@@ -88,6 +90,7 @@ class NewRequest:
     lora: LoraAdapter | None = None
     spans: tuple[PromptSpan, ...] = ()
     retention_priority: int = 0
+    retention: tuple[RetentionRange, ...] = ()
 
 
 class RequestStatus(enum.Enum):
@@ -172,6 +175,7 @@ class Request:
         block_hashes: chain hashes of the full blocks of known tokens.
         extra_keys: what of the request as a whole decides its K/V; keys of its first block.
         spans: what stands behind its tokens; None for nothing.
+        retention: ranges that cover all its tokens; None where `retention_priority` is all it asks.
         contents: verified contents of the table's first blocks, those that are cached.
         tables: one block table per KV group where there are several; then blocks and block_id_bytes stay empty, and
             block_hashes and contents are of its prefixes, see `KVCacheCoordinator`.
@@ -213,6 +217,7 @@ class Request:
         "num_tokens",
         "priority",
         "request_id",
+        "retention",
         "retention_priority",
         "sampling",
         "seed",
@@ -235,6 +240,7 @@ class Request:
         self.tenant = new.tenant
         self.arrival_time = new.arrival_time
         self.retention_priority = new.retention_priority
+        self.retention = without_gaps(new.retention, new.retention_priority) if new.retention else None
         self.arrival_seq = arrival_seq
         self.extra_keys = request_keys(new.cache_salt, new.tenant if new.is_isolated else None, new.lora)
         self.spans = SpanKeys(new.spans) if new.spans else None

@@ -23,6 +23,7 @@ from typing import Final
 
 from kvmanager_service.core.errors import BadResultError, CoreError, PoolInUseError
 from kvmanager_service.core.kv_cache_coordinator import KVCache
+from kvmanager_service.core.pinned_prefixes import PinnedPrefixes
 from kvmanager_service.core.pool_limit import has_outgrown, outgrown_error, require_fit
 from kvmanager_service.core.request import (
     TOKEN_BYTES,
@@ -64,6 +65,8 @@ class Scheduler:
         self.waiting = self.book.waiting
         self.running = self.book.running
         self.outstanding: deque[Step] = deque()
+        self.pins = PinnedPrefixes(config.max_pinned_fraction)
+        self.pins.attach(kv)
         self._suspects = Suspects()
         self._tags = TagOutbox(kv.pool)
         self._next_step_id = 1
@@ -174,6 +177,8 @@ class Scheduler:
                 if len(self.running) == 1:
                     # It needs more than the whole pool. If a token of it is on its way, that may end it.
                     if not request.num_pending_tokens:
+                        if self.pins.make_room(request, request.num_computed_tokens + num_tokens):
+                            continue
                         self._fail_outgrown(request)
                     break
                 victim = self._choose_victim(request)
@@ -196,7 +201,9 @@ class Scheduler:
             request = self.waiting.peek()
             if has_outgrown(self.kv, request):
                 self._fail_outgrown(request)
-            elif self._admit(request, watermark_blocks if self.running else 0):
+            elif self._admit(request, watermark_blocks if self.running else 0) or (
+                not self.running and self.pins.make_room(request, request.num_tokens) and self._admit(request, 0)
+            ):
                 plan.claim(plan.add(request, plan.chunk(request)))
             else:
                 break
@@ -246,6 +253,7 @@ class Scheduler:
         for index in result.errors:
             self._distrust(step.rows[index], step.step_id)
         self._tags.committed(self.kv.pool.commit_step(step.step_id))
+        self.pins.hold()
         self.stats.steps += 1
         self.stats.tokens_computed += step.num_tokens
         token_bytes = array("i", result.sampled).tobytes()
@@ -275,6 +283,7 @@ class Scheduler:
         is_current = request.status is _RUNNING and request.incarnation == row.incarnation
         distrusted = self.kv.distrust(request, step_id, with_table=is_current)
         self._tags.forgotten(distrusted)
+        self.pins.distrusted()
         for other in reversed(list(self.running.values())):
             if not (is_current and other is request) and self.kv.relies_on(other, distrusted):
                 self._preempt(other)
@@ -322,6 +331,7 @@ class Scheduler:
         self.stats.blocks_evicted += self.kv.pool.num_evictions
         self.kv = kv
         self._tags = TagOutbox(kv.pool)
+        self.pins.attach(kv)
         for request in list(self.requests.values()):
             request.block_hashes = []
             request.contents = []
@@ -336,6 +346,7 @@ class Scheduler:
                 f"expected no running request, got {len(self.running)}; wait for them to finish or abort them",
                 requests_running=len(self.running),
             )
+        self.pins.forget()
         forgotten = self.kv.pool.reset_prefix_cache()
         self._tags.forgotten(forgotten)
         return len(forgotten)
@@ -356,7 +367,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Check every invariant of scheduler and pool. Raises AssertionError."""
-        self.kv.check_integrity(self.running.values())
+        self.kv.check_integrity(self.running.values(), self.pins.tables())
         self.book.check_integrity()
         for request in self.running.values():
             assert request.num_computed_tokens <= request.num_tokens + request.num_pending_tokens, f"{request!r}"

@@ -21,6 +21,7 @@ class SchedulerConfig:
         watermark: share of the pool that an admission must leave free while others run, in [0, 1).
         max_outstanding: most steps without a result: 2 keeps one queued ahead, 1 does not. Not more: a row can be fed
             by the step right before it only.
+        max_pinned_fraction: share of the pool that pinned prefixes may name, in [0, 1].
         fair_weights: what a token counts under the fair policy.
     """
 
@@ -31,6 +32,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     watermark: float = 0.01
     max_outstanding: int = 2
+    max_pinned_fraction: float = 0.25
     fair_weights: FairWeights = DEFAULT_WEIGHTS
 
     def __post_init__(self) -> None:
@@ -47,3 +49,5 @@ class SchedulerConfig:
             )
         if not 0 <= self.watermark < 1:
             raise ValueError(f"expected watermark in [0, 1), got {self.watermark}")
+        if not 0 <= self.max_pinned_fraction <= 1:
+            raise ValueError(f"expected max_pinned_fraction in [0, 1], got {self.max_pinned_fraction}")

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvmanager_service.core.eviction_policies import MAX_RETENTION_PRIORITY, MIN_RETENTION_PRIORITY
 from kvmanager_service.core.request import TOKEN_BYTES, NewRequest, StopRules
+from kvmanager_service.core.retention import MAX_RETENTION_PRIORITY, MIN_RETENTION_PRIORITY
 
 __all__ = ["FORMATS", "MOONCAKE_BLOCK", "TraceError", "TraceRequest", "read_trace"]
 
