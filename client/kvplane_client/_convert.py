@@ -28,6 +28,8 @@ __all__ = [
     "kv_batch_from",
     "logprobs_from",
     "model_from",
+    "pin_from",
+    "pins_from",
     "request_from",
     "stats_from",
     "stop_match_from",
@@ -109,7 +111,19 @@ def stats_from(stats: manager_pb.GetStatsResponse) -> mt.Stats:
 
 
 def _pool_from(pool: manager_pb.PoolStats) -> mt.PoolStats:
-    return mt.PoolStats(pool.block_size, pool.num_blocks, pool.free_blocks, pool.cached_blocks, pool.kv_epoch)
+    return mt.PoolStats(
+        pool.block_size, pool.num_blocks, pool.free_blocks, pool.cached_blocks, pool.kv_epoch, pool.pinned_blocks
+    )
+
+
+def pin_from(pin: manager_pb.PinnedPrefix) -> mt.PinnedPrefix:
+    """Returns one pin."""
+    return mt.PinnedPrefix(pin.name, pin.num_tokens, pin.num_blocks, pin.held_blocks)
+
+
+def pins_from(response: manager_pb.ListPinnedPrefixesResponse) -> mt.PinnedPrefixes:
+    """Returns all pins."""
+    return mt.PinnedPrefixes(tuple(map(pin_from, response.pins)), response.max_blocks)
 
 
 def _settings_from(settings: manager_pb.SchedulerSettings) -> mt.SchedulerSettings:

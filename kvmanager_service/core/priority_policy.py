@@ -36,8 +36,9 @@ class PriorityPolicy(EvictionPolicy):
         blocks: all of the pool's usable blocks, free and without content.
 
     Invariants:
-        A free block with content has a turn above 0, which no other has, and one valid entry in `_ranked`; any other
-        block has turn 0. `_passing` of a block is by falling priority and rising duration, all above `_lasting`.
+        A free block with content has a turn above 0, which no other has, and a valid entry in `_ranked` (or several
+        alike, when its priority came back to what it was); any other block has turn 0. `_passing` of a block is by
+        falling priority and rising duration, all above `_lasting`.
     """
 
     def __init__(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -84,7 +85,7 @@ class PriorityPolicy(EvictionPolicy):
             if self._turn[block_id] == turn:
                 self._keep_passing(block_id, self._passing[block_id][1:])
                 priority = self._priority_of(block_id)
-                if priority != self._rank[block_id]:  # or one turn would have two entries alike
+                if priority != self._rank[block_id]:
                     self._rank_block(block_id, priority)
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
@@ -190,5 +191,5 @@ class PriorityPolicy(EvictionPolicy):
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
         yield from self._empty
-        for _, _, block_id in sorted(entry for entry in self._ranked if self._is_valid(entry)):
+        for _, _, block_id in sorted({entry for entry in self._ranked if self._is_valid(entry)}):
             yield self._block_of[block_id]

@@ -10,6 +10,8 @@ from kvmanager_service import step_message
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.pinned_prefixes import PinnedPrefixes
+from kvmanager_service.core.priority_policy import PriorityPolicy
 from kvmanager_service.core.request import Request
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.step import ScheduledRow, Step, StepResult
@@ -241,6 +243,34 @@ def adopted_without_their_parents(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockContent, "is_same", lambda self, parent, tokens, keys: self.token_bytes == tokens)
 
 
+def pins_do_not_stand_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PinnedPrefixes, "make_room", lambda self, request, num_tokens: False)
+
+
+def pins_take_what_is_yet_to_be_filled(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockPool, "get_filled_block", BlockPool.get_cached_block)
+
+
+def pins_keep_what_a_failed_row_put_in_doubt(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PinnedPrefixes, "distrusted", lambda self: None)
+
+
+def pins_know_no_limit(patch: pytest.MonkeyPatch) -> None:
+    original = PinnedPrefixes.hold
+
+    def hold(self: PinnedPrefixes) -> None:
+        with patch.context() as lifted:
+            limit = property(lambda _: 10**9)
+            lifted.setattr(PinnedPrefixes, "limit", limit)
+            original(self)
+
+    patch.setattr(PinnedPrefixes, "hold", hold)
+
+
+def priority_block_in_use_is_handed_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PriorityPolicy, "_is_valid", lambda self, entry: True)
+
+
 ANY_HASH = None
 ONE_BYTE = True
 MUTATIONS: list[tuple[Mutation, bool | None]] = [
@@ -265,6 +295,11 @@ MUTATIONS: list[tuple[Mutation, bool | None]] = [
     (preemption_forgets_to_wait, ANY_HASH),
     (wrong_last_block_len, ANY_HASH),
     (adopted_without_their_parents, ANY_HASH),
+    (pins_do_not_stand_back, ANY_HASH),
+    (pins_take_what_is_yet_to_be_filled, ANY_HASH),
+    (pins_keep_what_a_failed_row_put_in_doubt, ANY_HASH),
+    (pins_know_no_limit, ANY_HASH),
+    (priority_block_in_use_is_handed_out, ANY_HASH),
 ]
 
 

@@ -36,6 +36,9 @@ Examples:
 
   cat article.txt | kvplane generate -n 200 --stop "###"
 
+  kvplane generate "Hello" --retention :512=80 --retention decode=-50/60   (keep the first 512 tokens' blocks longest,
+  the answer's less than others for a minute)
+
   kvplane generate "Hello" --json | jq -r .text          (one JSON object a chunk)
 
   kvplane generate "Hello" --json --no-stream | jq .usage (one JSON object in all)
@@ -85,6 +88,14 @@ def generate(
     retention_priority: Annotated[
         int, typer.Option("--retention-priority", help="Higher is cached longer (eviction policy priority).")
     ] = 0,
+    retention: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--retention",
+            help="Which blocks are cached longer: START:STOP=PRIORITY or decode=PRIORITY, /SECONDS after it for a"
+            " while. May be repeated.",
+        ),
+    ] = None,
     cache_salt: Annotated[str | None, typer.Option("--cache-salt", help="Share cached blocks only with it.")] = None,
     tenant: Annotated[str | None, typer.Option("--tenant", help="Whose request it is (fair policy).")] = None,
     request_id: Annotated[str | None, typer.Option("--request-id", help="Name for abort and requests.")] = None,
@@ -114,6 +125,7 @@ def generate(
         include_stop=include_stop,
         priority=priority,
         retention_priority=retention_priority,
+        retention=opt.parse_retention(retention),
         cache_salt=cache_salt,
         tenant=tenant,
         request_id=request_id,

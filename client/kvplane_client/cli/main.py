@@ -12,7 +12,7 @@ import grpc
 import typer
 
 from kvplane_client._version import __version__
-from kvplane_client.cli import chat, events, generate, inventory, model, options, plan, replay, stats, up
+from kvplane_client.cli import chat, events, generate, inventory, model, options, pins, plan, replay, stats, up
 from kvplane_client.cli.output import print_json
 
 __all__ = ["app"]
@@ -64,6 +64,9 @@ app.add_typer(inventory.blocks_app, name="blocks")
 app.command()(events.events)
 app.command()(stats.executors)
 app.command()(stats.abort)
+app.command()(pins.pin)
+app.command()(pins.unpin)
+app.command()(pins.pins)
 app.command("reset-cache")(stats.reset_cache)
 # Whatever is given, --help too, is for the replay to understand.
 app.command(

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from kvplane_client.types import Retention, RetentionLevel, RetentionRange
+
 __all__ = [
     "FrequencyPenalty",
     "JsonFlag",
@@ -25,6 +27,7 @@ __all__ = [
     "TopP",
     "Wait",
     "parse_logit_bias",
+    "parse_retention",
     "parse_token_ids",
 ]
 
@@ -123,3 +126,36 @@ def parse_logit_bias(items: list[str] | None) -> dict[int, float] | None:
         except ValueError as error:
             raise typer.BadParameter(f'--logit-bias: expected ID:VALUE such as "42:-5", got {item!r}') from error
     return biases or None
+
+
+def parse_retention(items: list[str] | None) -> Retention | None:
+    """Reads START:STOP=PRIORITY[/SECONDS], where either end may be left out, and decode=PRIORITY[/SECONDS].
+
+    Raises:
+        typer.BadParameter: An item is neither, or a second one for decode.
+    """
+    ranges: list[RetentionRange] = []
+    decode: RetentionLevel | None = None
+    for item in items or ():
+        part, _, level_text = item.partition("=")
+        priority, slash, seconds = level_text.partition("/")
+        start, colon, stop = part.partition(":")
+        try:
+            level = RetentionLevel(int(priority), float(seconds) if slash else None)
+            bounds = (int(start or 0), int(stop) if stop else None) if colon else None
+        except ValueError as error:
+            raise _bad_retention(item) from error
+        if bounds is not None:
+            ranges.append(RetentionRange(level, *bounds))
+        elif part == "decode" and decode is None:
+            decode = level
+        else:
+            raise _bad_retention(item)
+    return Retention(tuple(ranges), decode) if items else None
+
+
+def _bad_retention(item: str) -> typer.BadParameter:
+    return typer.BadParameter(
+        '--retention: expected START:STOP=PRIORITY such as ":512=80" or "512:=-10/60", or once "decode=5", got '
+        f"{item!r}"
+    )

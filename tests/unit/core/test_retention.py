@@ -230,6 +230,17 @@ def test_durations_of_several_requests_leave_what_lasts_longer() -> None:
     assert place() == []
 
 
+def test_durations_that_bring_a_priority_back_to_what_it_was_hand_a_block_out_once() -> None:
+    kv = make()
+    for index, one in enumerate((RetentionRange(0, 5, 0, 1.0), RetentionRange(0, 5, -2, 2.0))):
+        request = make_request(f"r{index}", range(5), retention=(one,))
+        held = compute(kv, request)
+    kv.pool.advance(1.0)
+    kv.pool.advance(2.0)
+    assert evicted_order(kv) == [held[0]]
+    assert sorted(block_ids(kv.pool.get_new_blocks(10))) == list(range(1, 11))
+
+
 def test_duration_is_forgotten_with_the_content_it_was_asked_for() -> None:
     kv = make(num_blocks=3)
     compute(kv, make_request("a", 5, retention=(RetentionRange(0, 5, 90, 10.0),)))
