@@ -255,18 +255,6 @@ def pins_keep_what_a_failed_row_put_in_doubt(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PinnedPrefixes, "distrusted", lambda self: None)
 
 
-def pins_know_no_limit(patch: pytest.MonkeyPatch) -> None:
-    original = PinnedPrefixes.hold
-
-    def hold(self: PinnedPrefixes) -> None:
-        with patch.context() as lifted:
-            limit = property(lambda _: 10**9)
-            lifted.setattr(PinnedPrefixes, "limit", limit)
-            original(self)
-
-    patch.setattr(PinnedPrefixes, "hold", hold)
-
-
 def priority_block_in_use_is_handed_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PriorityPolicy, "_is_valid", lambda self, entry: True)
 
@@ -298,7 +286,6 @@ MUTATIONS: list[tuple[Mutation, bool | None]] = [
     (pins_do_not_stand_back, ANY_HASH),
     (pins_take_what_is_yet_to_be_filled, ANY_HASH),
     (pins_keep_what_a_failed_row_put_in_doubt, ANY_HASH),
-    (pins_know_no_limit, ANY_HASH),
     (priority_block_in_use_is_handed_out, ANY_HASH),
 ]
 
