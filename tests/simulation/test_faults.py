@@ -178,6 +178,6 @@ def test_simulation_many_lives_meet_every_fault_and_every_end() -> None:
         faults |= counts.faults.keys()
         ends |= counts.finished.keys()
         refused |= counts.refused.keys()
-    assert len(faults) == 10
+    assert len(faults) == 13, "ten faults, two that pin and unpin, and time that goes by"
     assert ends == {"stop", "length", "abort", "error"}
     assert refused == {"too long", "queue full"}
