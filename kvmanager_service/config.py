@@ -10,10 +10,18 @@ import argparse
 import types
 import typing
 from collections.abc import Sequence
-from typing import Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
+
+if TYPE_CHECKING:
+    EvictionPolicyName = str
+else:
+    EvictionPolicyName = Literal[tuple(EVICTION_POLICIES)]
+    """One of those there are, whoever adds one."""
 
 MAX_INT32 = 2**31 - 1
 """The wire's columns are int32, and so are the limits that the manager tells of itself."""
@@ -83,10 +91,17 @@ class ManagerConfig(BaseSettings):
         0, ge=0, le=MAX_INT32, description="Most prompt tokens of one request computed in one step; 0 means no limit."
     )
     enable_prefix_caching: bool = Field(True, description="Keep computed blocks so that later requests can share them.")
-    eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = Field(
-        "lru",
+    eviction_policy: EvictionPolicyName = Field(
+        DEFAULT_EVICTION_POLICY,
         description="Which cached block gives way first: least recently used, least often used, first come, or lowest"
         " retention priority. `kvplane replay` compares them on a trace.",
+    )
+    max_pinned_fraction: float = Field(
+        0.25,
+        ge=0.0,
+        le=1.0,
+        description="Most of the blocks that pinned prefixes may name, as a share of all; a pin beyond gets"
+        " RESOURCE_EXHAUSTED.",
     )
     kv_event_buffer: int = Field(
         16_384,

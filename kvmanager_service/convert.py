@@ -14,19 +14,39 @@ from array import array
 from collections.abc import Collection, Sequence
 
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
+from kvplane.kvmanager.v1 import kv_manager_service_pb2 as manager_pb
 
 from kvmanager_service.core.errors import InvalidRequestError
-from kvmanager_service.core.eviction_policies import MAX_RETENTION_PRIORITY, MIN_RETENTION_PRIORITY
+from kvmanager_service.core.extra_keys import request_keys
 from kvmanager_service.core.forks import branch_id, branch_seed
+from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import NewRequest, SamplingParams, StopRules
+from kvmanager_service.core.retention import (
+    END_OF_SEQUENCE,
+    MAX_RANGES,
+    MAX_RETENTION_PRIORITY,
+    MIN_RETENTION_PRIORITY,
+    RetentionRange,
+)
 from kvmanager_service.engine_api import ModelView
 from kvmanager_service.errors import PreconditionError
 
-__all__ = ["check_request", "check_request_id", "to_new_request", "to_sampling", "to_stop_rules", "token_array"]
+__all__ = [
+    "check_pin",
+    "check_pin_name",
+    "check_request",
+    "check_request_id",
+    "to_new_request",
+    "to_pinned_prefix",
+    "to_sampling",
+    "to_stop_rules",
+    "token_array",
+]
 
 MAX_ID_CHARS = 256
 MAX_SALT_CHARS = 256
 MAX_TENANT_CHARS = 256
+MAX_PIN_NAME_CHARS = 256
 MAX_BIASES = 1_024
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.0625, 16.0
 """Beyond, a logit may leave float32, and the row would fail as if the model had computed nonsense."""
@@ -49,13 +69,12 @@ def check_request(request: pb.GenerateRequest, model: ModelView) -> SamplingPara
     check_request_id(request.request_id)
     _check_length("cache_salt", request.cache_salt, 0, MAX_SALT_CHARS)
     _check_length("tenant", request.tenant, 0, MAX_TENANT_CHARS)
-    if not MIN_RETENTION_PRIORITY <= request.retention_priority <= MAX_RETENTION_PRIORITY:
-        expected = f"{MIN_RETENTION_PRIORITY} to {MAX_RETENTION_PRIORITY}"
-        raise _invalid("retention_priority", expected, request.retention_priority, "0 is usual")
+    _check_retention_priority("retention_priority", request.retention_priority)
+    _check_retention(request.retention)
     _check_outputs(request)
     if request.WhichOneof("prompt") is None:
         raise _invalid("prompt", "text, token_ids or chat", "none of them", "set one")
-    _check_fits_model(len(request.token_ids.ids), model)
+    _check_fits_model("prompt", len(request.token_ids.ids), model)
     if request.HasField("chat") and not request.chat.messages:
         raise _invalid("chat.messages", "at least one message", "none", "add one")
     _check_count("chat.messages", request.chat.messages, model.max_model_len)
@@ -94,7 +113,7 @@ def to_new_request(
     Raises:
         InvalidRequestError: the prompt is empty or too long, a token id is unknown, or resume tokens do not fit.
     """
-    _check_prompt(prompt, model)
+    _check_prompt("prompt", prompt, model)
     stop = to_stop_rules(request.stopping, len(prompt), model)
     resumed = _resumed(request.resume_token_ids.ids, stop, model)
     first_seed = request.sampling.seed if request.sampling.HasField("seed") else seed
@@ -112,7 +131,44 @@ def to_new_request(
         is_isolated=isolate_tenants,
         retention_priority=request.retention_priority,
         branches=tuple((branch_id(request_id, index), branch_seed(first_seed, index)) for index in range(1, request.n)),
+        retention=_retention(request.retention, len(prompt)),
     )
+
+
+def check_pin(request: manager_pb.PinPrefixRequest, model: ModelView) -> None:
+    """Check what of a pin needs no tokens. Raises InvalidRequestError when a field is out of range."""
+    check_pin_name(request.name)
+    _check_length("cache_salt", request.cache_salt, 0, MAX_SALT_CHARS)
+    _check_length("tenant", request.tenant, 0, MAX_TENANT_CHARS)
+    if request.WhichOneof("prefix") is None:
+        raise _invalid("prefix", "text or token_ids", "none of them", "set one")
+    _check_fits_model("prefix", len(request.token_ids.ids), model)
+
+
+def check_pin_name(name: str) -> None:
+    """Raise InvalidRequestError unless a name is one a pin may have."""
+    if not name:
+        raise _invalid("name", f"1 to {MAX_PIN_NAME_CHARS} characters", "none", "choose one")
+    _check_length("name", name, 1, MAX_PIN_NAME_CHARS)
+
+
+def to_pinned_prefix(
+    request: manager_pb.PinPrefixRequest, prefix: array[int], model: ModelView, *, isolate_tenants: bool
+) -> PinnedPrefix:
+    """Build the core's pin from one that `check_pin` let pass.
+
+    Args:
+        request: as received.
+        prefix: its prefix as token ids.
+        model: the served model.
+        isolate_tenants: whether requests share blocks only within their tenant.
+
+    Raises:
+        InvalidRequestError: the prefix is empty or too long, or a token id is unknown.
+    """
+    _check_prompt("prefix", prefix, model)
+    tenant = request.tenant if isolate_tenants else None
+    return PinnedPrefix(request.name, _little_endian(prefix), request_keys(request.cache_salt, tenant, None))
 
 
 def to_sampling(params: pb.SamplingParams, model: ModelView) -> SamplingParams:
@@ -200,6 +256,51 @@ def _check_outputs(request: pb.GenerateRequest) -> None:
         )
 
 
+def _check_retention_priority(field: str, priority: int) -> None:
+    if not MIN_RETENTION_PRIORITY <= priority <= MAX_RETENTION_PRIORITY:
+        raise _invalid(field, f"{MIN_RETENTION_PRIORITY} to {MAX_RETENTION_PRIORITY}", priority, "0 is usual")
+
+
+def _check_retention(retention: pb.Retention) -> None:
+    """Check all of it but whether ranges lie within the prompt."""
+    _check_count("retention.ranges", retention.ranges, MAX_RANGES)
+    for one in retention.ranges:
+        _check_retention_level("retention.ranges.level", one.level)
+        if one.start < 0:
+            raise _invalid("retention.ranges.start", "at least 0", one.start, "positions count from 0")
+        if one.HasField("stop") and one.stop <= one.start:
+            expected = f"more than its start ({one.start})"
+            raise _invalid("retention.ranges.stop", expected, one.stop, "leave it out for the prompt's end")
+    _check_retention_level("retention.decode", retention.decode)
+
+
+def _check_retention_level(field: str, level: pb.RetentionLevel) -> None:
+    _check_retention_priority(f"{field}.priority", level.priority)
+    if level.duration_ms < 0:
+        raise _invalid(f"{field}.duration_ms", "at least 0", level.duration_ms, "0 has no end")
+
+
+def _retention(retention: pb.Retention, num_prompt_tokens: int) -> tuple[RetentionRange, ...]:
+    """Return its ranges, that of the tokens to be generated last."""
+    ranges = []
+    for one in retention.ranges:
+        if one.start >= num_prompt_tokens:
+            expected = f"a position in the prompt of {num_prompt_tokens} tokens"
+            raise _invalid("retention.ranges.start", expected, one.start, "positions count from 0")
+        stop = one.stop if one.HasField("stop") else num_prompt_tokens
+        if stop > num_prompt_tokens:
+            expected = f"at most {num_prompt_tokens}, the prompt's tokens"
+            raise _invalid("retention.ranges.stop", expected, stop, "leave it out for the prompt's end")
+        ranges.append(_retention_range(one.start, stop, one.level))
+    if retention.HasField("decode"):
+        ranges.append(_retention_range(num_prompt_tokens, END_OF_SEQUENCE, retention.decode))
+    return tuple(ranges)
+
+
+def _retention_range(start: int, stop: int, level: pb.RetentionLevel) -> RetentionRange:
+    return RetentionRange(start, stop, level.priority, level.duration_ms / 1_000)
+
+
 def _check_stopping(params: pb.StoppingParams, model: ModelView) -> None:
     if params.HasField("max_tokens") and params.max_tokens < 1:
         raise _invalid("stopping.max_tokens", "at least 1", params.max_tokens, "leave it out for no limit of its own")
@@ -229,22 +330,22 @@ def _check_bias(sampling: SamplingParams, model: ModelView) -> None:
             raise _invalid("sampling.logit_bias", "values in -100 to 100", value, "-100 all but forbids a token")
 
 
-def _check_prompt(prompt: array[int], model: ModelView) -> None:
+def _check_prompt(field: str, prompt: array[int], model: ModelView) -> None:
     if not prompt:
         raise InvalidRequestError(
-            "EMPTY_PROMPT", "prompt: expected at least one token, got none; add some text or ids", field="prompt"
+            "EMPTY_PROMPT", f"{field}: expected at least one token, got none; add some text or ids", field=field
         )
-    _check_fits_model(len(prompt), model)
-    _check_array("prompt", prompt, model)
+    _check_fits_model(field, len(prompt), model)
+    _check_array(field, prompt, model)
 
 
-def _check_fits_model(prompt_tokens: int, model: ModelView) -> None:
+def _check_fits_model(field: str, prompt_tokens: int, model: ModelView) -> None:
     if prompt_tokens + 1 > model.max_model_len:
         raise InvalidRequestError(
             "PROMPT_TOO_LONG",
-            f"prompt: expected at most {model.max_model_len - 1} tokens, one less than the model's length, got"
+            f"{field}: expected at most {model.max_model_len - 1} tokens, one less than the model's length, got"
             f" {prompt_tokens}; shorten it",
-            field="prompt",
+            field=field,
             prompt_tokens=prompt_tokens,
             max_model_len=model.max_model_len,
         )

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.block_history import BlockRecord
+from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import FinishReason, NewRequest, RequestOutput, RequestStatus
 from kvmanager_service.kv_events import KvEvents
 
@@ -36,6 +37,8 @@ __all__ = [
     "ManagerState",
     "ModelView",
     "OutputSink",
+    "PinView",
+    "PinsView",
     "PoolView",
     "RequestView",
     "StopMatch",
@@ -92,6 +95,25 @@ class PoolView:
     kv_epoch: int
     num_host_blocks: int = 0
     used_host_blocks: int = 0
+    pinned_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PinView:
+    """One pinned prefix; `PinnedPrefix` on the wire. `num_blocks` is full ones, of which it holds `held_blocks` now."""
+
+    name: str
+    num_tokens: int
+    num_blocks: int
+    held_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PinsView:
+    """All pins in the order they were made, and how many blocks they may name together."""
+
+    pins: Sequence[PinView] = ()
+    max_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +242,28 @@ class Engine(Protocol):
         Raises:
             UnavailableError: no pool exists yet.
         """
+
+    def pin_prefix(self, pin: PinnedPrefix) -> PinView:
+        """Keep a prefix's blocks, as far as they are cached and when they come to be.
+
+        Raises:
+            InvalidRequestError: it fills no block.
+            DuplicatePinError: the name pins another prefix.
+            PinLimitError: pins would be too many or name too many blocks.
+            PreconditionError: the manager keeps no computed blocks.
+            UnavailableError: no pool exists yet.
+        """
+
+    def unpin_prefix(self, name: str) -> None:
+        """Let go of a pin.
+
+        Raises:
+            UnknownPinError: nothing is pinned under that name.
+            UnavailableError: no pool exists yet.
+        """
+
+    def pinned_prefixes(self) -> PinsView:
+        """Return all pins; none before there is a pool."""
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached hash and return how many there were.

@@ -19,6 +19,7 @@ import structlog
 from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.errors import CoreError
+from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import NewRequest
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.engine_api import (
@@ -28,9 +29,11 @@ from kvmanager_service.engine_api import (
     ManagerState,
     ModelView,
     OutputSink,
+    PinsView,
+    PinView,
     RequestView,
 )
-from kvmanager_service.engine_views import BlockViews, block_trace, engine_stats, request_views
+from kvmanager_service.engine_views import BlockViews, block_trace, engine_stats, pin_view, pins_view, request_views
 from kvmanager_service.errors import UnavailableError
 from kvmanager_service.executor_life import ExecutorLife
 from kvmanager_service.kv_events import KvEvents
@@ -101,6 +104,22 @@ class EngineLoop:
     def blocks(self) -> Sequence[BlockView]:
         """See `engine_api.Engine.blocks`."""
         return BlockViews(self._books().kv.pool)
+
+    def pin_prefix(self, pin: PinnedPrefix) -> PinView:
+        """See `engine_api.Engine.pin_prefix`."""
+        self._books()
+        with self._kept_books():
+            return pin_view(self._steps.pin_prefix(pin))
+
+    def unpin_prefix(self, name: str) -> None:
+        """See `engine_api.Engine.unpin_prefix`."""
+        self._books()
+        with self._kept_books():
+            self._steps.unpin_prefix(name)
+
+    def pinned_prefixes(self) -> PinsView:
+        """See `engine_api.Engine.pinned_prefixes`."""
+        return PinsView() if self._steps.scheduler is None else pins_view(self._steps.scheduler.pins)
 
     def reset_prefix_cache(self) -> int:
         """See `engine_api.Engine.reset_prefix_cache`."""

@@ -11,6 +11,7 @@ from typing import overload
 
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.errors import InvalidRequestError
+from kvmanager_service.core.pinned_prefixes import PinnedPrefix, PinnedPrefixes
 from kvmanager_service.core.request import Request, RequestStatus
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.engine_api import (
@@ -18,6 +19,8 @@ from kvmanager_service.engine_api import (
     BlockView,
     EngineStats,
     ManagerState,
+    PinsView,
+    PinView,
     PoolView,
     RequestView,
     TenantView,
@@ -43,6 +46,7 @@ def engine_stats(uptime_seconds: float, state: ManagerState, scheduler: Schedule
             kv_epoch=kv_epoch,
             num_host_blocks=0 if swap_space is None else swap_space.num_host_blocks,
             used_host_blocks=0 if swap_space is None else swap_space.num_used_host_blocks,
+            pinned_blocks=scheduler.pins.num_held_blocks,
         ),
         requests_waiting=len(scheduler.waiting) + scheduler.book.num_followers,
         requests_running=len(scheduler.running),
@@ -106,6 +110,16 @@ def _request_view(request: Request, now: float) -> RequestView:
         finish_reason=request.finish_reason,
         tenant=request.tenant,
     )
+
+
+def pin_view(pin: PinnedPrefix) -> PinView:
+    """One pin as it stands."""
+    return PinView(pin.name, pin.num_tokens, len(pin.block_hashes), len(pin.blocks))
+
+
+def pins_view(pins: PinnedPrefixes) -> PinsView:
+    """All pins as they stand."""
+    return PinsView([pin_view(pin) for pin in pins], pins.limit)
 
 
 def block_trace(pool: BlockPool, block_id: int) -> BlockTrace:

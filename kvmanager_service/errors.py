@@ -26,13 +26,16 @@ from kvplane.common.v1 import common_pb2
 
 from kvmanager_service.core.errors import (
     CoreError,
+    DuplicatePinError,
     DuplicateRequestError,
     EventsForgottenError,
     InvalidRequestError,
+    PinLimitError,
     PoolExhaustedError,
     PoolInUseError,
     QueueFullError,
     RowFailedError,
+    UnknownPinError,
     UnknownRequestError,
 )
 
@@ -96,11 +99,14 @@ class Rule:
 RULES: dict[type[CoreError], Rule] = {
     InvalidRequestError: Rule(grpc.StatusCode.INVALID_ARGUMENT),
     UnknownRequestError: Rule(grpc.StatusCode.NOT_FOUND),
+    UnknownPinError: Rule(grpc.StatusCode.NOT_FOUND),
     DuplicateRequestError: Rule(grpc.StatusCode.ALREADY_EXISTS),
+    DuplicatePinError: Rule(grpc.StatusCode.ALREADY_EXISTS),
     ExecutorIdReusedError: Rule(grpc.StatusCode.ALREADY_EXISTS),
     StaleBatchError: Rule(grpc.StatusCode.ABORTED),
     TooManyPoolsError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),
     QueueFullError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, QUEUE_FULL_RETRY_MS),
+    PinLimitError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),
     PoolExhaustedError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),
     EventsForgottenError: Rule(grpc.StatusCode.OUT_OF_RANGE),
     PoolInUseError: Rule(grpc.StatusCode.FAILED_PRECONDITION),

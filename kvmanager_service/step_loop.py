@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
+from collections.abc import Callable
 from typing import NoReturn
 
 import structlog
@@ -22,11 +24,13 @@ from kvmanager_service.core.block_history import BlockHistory
 from kvmanager_service.core.errors import BadResultError, CoreError
 from kvmanager_service.core.fair_queue import FairWeights
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import FinishReason, NewRequest, RequestOutput
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig
 from kvmanager_service.core.step import Step
 from kvmanager_service.engine_api import OutputSink
+from kvmanager_service.errors import PreconditionError
 from kvmanager_service.executor_client import ExecutorLostError, ReadyExecutor, StepStream
 from kvmanager_service.kv_events import KvEvents
 from kvmanager_service.step_message import build_execute_request, read_execute_response
@@ -41,17 +45,22 @@ _log = structlog.get_logger(__name__)
 class StepLoop:
     """Runs steps, and keeps what outlives an executor: requests and their sinks.
 
+    Args:
+        config: the manager's settings.
+        clock: seconds that never fall; how long blocks are kept goes by it.
+
     Attributes:
         scheduler: the books; None before the first `fit`, and until then there is nobody to ask them.
         kv_epoch: names the content of the cache that the books are about; 0 before there is one.
         kv_events: for those who follow the cache.
     """
 
-    def __init__(self, config: ManagerConfig) -> None:
+    def __init__(self, config: ManagerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.scheduler: Scheduler | None = None
         self.kv_epoch = 0
         self.kv_events = KvEvents(config.kv_event_buffer)
         self._config = config
+        self._clock = clock
         self._sinks: dict[str, OutputSink] = {}
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -83,7 +92,7 @@ class StepLoop:
 
     def abort(self, request_id: str) -> None:
         """See `engine_api.Engine.abort`. The request's blocks are free when this returns."""
-        self._books().abort(request_id)
+        self._books_now().abort(request_id)
         self._publish()
 
     def reset_prefix_cache(self) -> int:
@@ -93,9 +102,24 @@ class StepLoop:
         self.kv_events.notify()
         return forgotten
 
+    def pin_prefix(self, pin: PinnedPrefix) -> PinnedPrefix:
+        """See `engine_api.Engine.pin_prefix`."""
+        if not self._config.enable_prefix_caching:
+            raise PreconditionError(
+                "NO_PREFIX_CACHING",
+                "expected a manager that keeps computed blocks, got one that does not; start it without "
+                "--no-enable-prefix-caching",
+            )
+        return self._books_now().pins.pin(pin)
+
+    def unpin_prefix(self, name: str) -> None:
+        """See `engine_api.Engine.unpin_prefix`."""
+        self._books_now().pins.unpin(name)
+        self._wake.set()  # what waits may find the blocks that came free
+
     def fail_all(self, error: CoreError) -> None:
         """End every request with an error."""
-        scheduler = self._books()
+        scheduler = self._books_now()
         while scheduler.requests:  # one may end others that were to be forked from it
             scheduler.fail(next(iter(scheduler.requests)), error)
         self._publish()
@@ -166,7 +190,7 @@ class StepLoop:
         """
         got_result, self._got_result = self._got_result, False
         if self.scheduler is not None:
-            self.scheduler.lose_steps(blame=blame)
+            self._books_now().lose_steps(blame=blame)
             self._publish()
         return got_result
 
@@ -177,6 +201,7 @@ class StepLoop:
         scheduler = self._books()
         while True:
             self._wake.clear()
+            self._books_now()
             for response in stream.take_results():
                 self._update(response)
             self._publish()
@@ -216,6 +241,12 @@ class StepLoop:
         assert self.scheduler is not None, "nothing is asked of the books before there are any"
         return self.scheduler
 
+    def _books_now(self) -> Scheduler:
+        """The books, told what time it is: blocks are about to come free, or to be handed out."""
+        scheduler = self._books()
+        scheduler.kv.pool.advance(self._clock())
+        return scheduler
+
 
 def settle_heap() -> None:
     """Keep the garbage collector off the pool and off what fills it: both stay, and a walk over them holds up steps.
@@ -238,6 +269,7 @@ def _scheduler_config(config: ManagerConfig) -> SchedulerConfig:
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         watermark=config.watermark,
         preemption_mode=config.preemption_mode,
+        max_pinned_fraction=config.max_pinned_fraction,
         max_outstanding=2 if config.queue_ahead else 1,
         fair_weights=FairWeights(
             input=config.fair_input_weight, output=config.fair_output_weight, cached=config.fair_cached_weight

@@ -28,6 +28,8 @@ __all__ = [
     "kv_batch_from",
     "logprobs_from",
     "model_from",
+    "pin_from",
+    "pins_from",
     "request_from",
     "stats_from",
     "stop_match_from",
@@ -119,7 +121,18 @@ def _pool_from(pool: manager_pb.PoolStats) -> mt.PoolStats:
         kv_epoch=pool.kv_epoch,
         num_host_blocks=pool.num_host_blocks,
         used_host_blocks=pool.used_host_blocks,
+        pinned_blocks=pool.pinned_blocks,
     )
+
+
+def pin_from(pin: manager_pb.PinnedPrefix) -> mt.PinnedPrefix:
+    """Returns one pin."""
+    return mt.PinnedPrefix(pin.name, pin.num_tokens, pin.num_blocks, pin.held_blocks)
+
+
+def pins_from(response: manager_pb.ListPinnedPrefixesResponse) -> mt.PinnedPrefixes:
+    """Returns all pins."""
+    return mt.PinnedPrefixes(tuple(map(pin_from, response.pins)), response.max_blocks)
 
 
 def _settings_from(settings: manager_pb.SchedulerSettings) -> mt.SchedulerSettings:

@@ -6,17 +6,19 @@ the wire cannot carry at all is refused, with the parameter's name.
 
 from __future__ import annotations
 
+import math
 import operator
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
+from kvplane.kvmanager.v1 import kv_manager_service_pb2 as manager_pb
 
 from kvplane_client.errors import InvalidArgumentError
-from kvplane_client.types import ChatMessage, GenerateOptions, Prompt
+from kvplane_client.types import ChatMessage, GenerateOptions, Prompt, Retention, RetentionLevel
 
-__all__ = ["build_request"]
+__all__ = ["build_pin", "build_request"]
 
 _SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
@@ -54,7 +56,29 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
     _copy(options, _STOPPING, request.stopping)
     _copy(options, _REQUEST, request)
     _set_collections(request, options)
+    _set_retention(request, options.get("retention"))
     _fix_seed(request.sampling)
+    return request
+
+
+def build_pin(
+    name: str, prefix: str | Sequence[int], cache_salt: str = "", tenant: str = ""
+) -> manager_pb.PinPrefixRequest:
+    """Builds the request that pins a prefix.
+
+    Raises:
+        InvalidArgumentError: A value has a type or a size the wire cannot carry.
+    """
+    request = manager_pb.PinPrefixRequest(
+        name=_text("name", name), cache_salt=_text("cache_salt", cache_salt), tenant=_text("tenant", tenant)
+    )
+    if isinstance(prefix, str):
+        request.text = _text("prefix", prefix)
+    elif not isinstance(prefix, Iterable) or isinstance(prefix, (bytes, Mapping)):
+        raise _refusal("prefix", "a string or token ids", prefix)
+    else:
+        request.token_ids.SetInParent()
+        _extend("prefix", request.token_ids.ids, prefix)
     return request
 
 
@@ -90,6 +114,30 @@ def _set_collections(request: pb.GenerateRequest, options: GenerateOptions) -> N
             request.sampling.logit_bias[token_id] = bias
         except (TypeError, ValueError) as error:
             raise _refusal("logit_bias", "a mapping from token ids to numbers", {token_id: bias}) from error
+
+
+def _set_retention(request: pb.GenerateRequest, retention: Retention | None) -> None:
+    if retention is None:
+        return
+    if not isinstance(retention, Retention):
+        raise _refusal("retention", "a Retention", retention)
+    try:
+        for one in retention.ranges:
+            request.retention.ranges.add(start=one.start, stop=one.stop, level=_retention_level(one.level))
+        if retention.decode is not None:
+            request.retention.decode.CopyFrom(_retention_level(retention.decode))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _refusal("retention", f"values that a request can carry ({error})", retention) from error
+
+
+def _retention_level(level: RetentionLevel) -> pb.RetentionLevel:
+    """A level as it is sent. A duration is rounded up to a millisecond: 0 would be one without an end."""
+    duration_ms = 0
+    if level.duration is not None:
+        if not level.duration > 0:
+            raise ValueError(f"duration: expected seconds above 0, or None for no end, got {level.duration}")
+        duration_ms = math.ceil(level.duration * 1000)
+    return pb.RetentionLevel(priority=level.priority, duration_ms=duration_ms)
 
 
 def _copy(options: GenerateOptions, names: Iterable[str], message: Any) -> None:

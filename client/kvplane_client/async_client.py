@@ -22,12 +22,22 @@ from kvplane.kvmanager.v1 import sequence_pool_pb2 as pool_pb
 
 from kvplane_client import _convert
 from kvplane_client._readiness import wait_until_ready
-from kvplane_client._request_builder import build_request
+from kvplane_client._request_builder import build_pin, build_request
 from kvplane_client._resumable import ResumableRequest
 from kvplane_client._stubs import Stubs, task_is_cancelled
 from kvplane_client.errors import InvalidArgumentError, KvPlaneError, RequestCancelledError, error_from_rpc
 from kvplane_client.kv_events import KvEventBatch
-from kvplane_client.manager_types import BlockFilter, BlockInfo, BlockTrace, ExecutorInfo, Model, RequestInfo, Stats
+from kvplane_client.manager_types import (
+    BlockFilter,
+    BlockInfo,
+    BlockTrace,
+    ExecutorInfo,
+    Model,
+    PinnedPrefix,
+    PinnedPrefixes,
+    RequestInfo,
+    Stats,
+)
 from kvplane_client.many import ManyStream
 from kvplane_client.retry import Deadline, RetryListener, RetryPolicy, RetryState
 from kvplane_client.sequences import SequencePool, SequencePoolInfo, pool_info_from
@@ -233,6 +243,41 @@ class AsyncClient:
         """
         request = manager_pb.TraceBlockRequest(block_id=block_id)
         return _convert.trace_from(block_id, await self._unary(self._stubs.manager.TraceBlock, request))
+
+    async def pin_prefix(
+        self, name: str, prefix: str | Sequence[int], *, cache_salt: str = "", tenant: str = ""
+    ) -> PinnedPrefix:
+        """Keeps the full blocks of a prefix from eviction, for as long as the manager runs or until it is unpinned.
+
+        It computes nothing: what is not cached yet is held once a request has computed it.
+
+        Args:
+            name: The pin's, 1 to 256 characters. Pinning the same prefix under it again changes nothing.
+            prefix: What prompts begin with, as text or token ids.
+            cache_salt: That of the requests which share it.
+            tenant: That of the requests which share it, where the manager keeps tenants apart.
+
+        Raises:
+            AlreadyExistsError: The name pins another prefix.
+            ResourceExhaustedError: Pins may not name so many blocks.
+            InvalidArgumentError: The prefix is shorter than a block, or a value is out of range.
+            FailedPreconditionError: The manager caches nothing, or the model has no tokenizer for text.
+        """
+        request = build_pin(name, prefix, cache_salt, tenant)
+        return _convert.pin_from((await self._unary(self._stubs.manager.PinPrefix, request)).pin)
+
+    async def unpin_prefix(self, name: str) -> None:
+        """Lets go of a pinned prefix; its blocks stay cached until they are evicted.
+
+        Raises:
+            NotFoundError: Nothing is pinned under that name.
+        """
+        await self._unary(self._stubs.manager.UnpinPrefix, manager_pb.UnpinPrefixRequest(name=name))
+
+    async def list_pinned_prefixes(self) -> PinnedPrefixes:
+        """Returns all pins, in the order they were made, and how many blocks they may name."""
+        request = manager_pb.ListPinnedPrefixesRequest()
+        return _convert.pins_from(await self._unary(self._stubs.manager.ListPinnedPrefixes, request))
 
     async def reset_prefix_cache(self) -> int:
         """Forgets every cached block.

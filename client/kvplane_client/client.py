@@ -16,7 +16,17 @@ from kvplane_client._loop_thread import Calls
 from kvplane_client.async_client import AsyncClient
 from kvplane_client.errors import KvPlaneError
 from kvplane_client.kv_events import KvEventBatch
-from kvplane_client.manager_types import BlockFilter, BlockInfo, BlockTrace, ExecutorInfo, Model, RequestInfo, Stats
+from kvplane_client.manager_types import (
+    BlockFilter,
+    BlockInfo,
+    BlockTrace,
+    ExecutorInfo,
+    Model,
+    PinnedPrefix,
+    PinnedPrefixes,
+    RequestInfo,
+    Stats,
+)
 from kvplane_client.retry import RetryListener, RetryPolicy
 from kvplane_client.sequences import SequenceOperation, SequencePool, SequencePoolInfo, SequenceResult
 from kvplane_client.stream import GenerationStream
@@ -179,6 +189,20 @@ class Client:
     def trace_block(self, block_id: int) -> BlockTrace:
         """Returns what became of a block."""
         return self._calls.wait(self._client.trace_block, block_id)
+
+    def pin_prefix(
+        self, name: str, prefix: str | Sequence[int], *, cache_salt: str = "", tenant: str = ""
+    ) -> PinnedPrefix:
+        """Keeps a prefix's full blocks from eviction."""
+        return self._calls.wait(self._client.pin_prefix, name, prefix, cache_salt=cache_salt, tenant=tenant)
+
+    def unpin_prefix(self, name: str) -> None:
+        """Lets go of a pinned prefix."""
+        self._calls.wait(self._client.unpin_prefix, name)
+
+    def list_pinned_prefixes(self) -> PinnedPrefixes:
+        """Returns all pins."""
+        return self._calls.wait(self._client.list_pinned_prefixes)
 
     def reset_prefix_cache(self) -> int:
         """Forgets every cached block and returns how many there were."""

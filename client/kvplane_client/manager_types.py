@@ -20,6 +20,8 @@ __all__ = [
     "ExecutorState",
     "ManagerState",
     "Model",
+    "PinnedPrefix",
+    "PinnedPrefixes",
     "PoolStats",
     "RequestInfo",
     "RequestStatus",
@@ -99,11 +101,12 @@ class PoolStats:
     Attributes:
         block_size: Tokens per block.
         num_blocks: Usable blocks.
-        free_blocks: Blocks no request references.
+        free_blocks: Blocks no request and no pin references.
         cached_blocks: Blocks with a hash, free or in use.
         kv_epoch: Names the executor's cache content.
         num_host_blocks: Blocks in host memory that the manager swaps to; 0 where it does not.
         used_host_blocks: Those that hold blocks of preempted requests, or are being copied.
+        pinned_blocks: Blocks that pins hold.
     """
 
     block_size: int
@@ -113,6 +116,37 @@ class PoolStats:
     kv_epoch: int
     num_host_blocks: int
     used_host_blocks: int
+    pinned_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """A prefix that is kept from eviction.
+
+    Attributes:
+        name: The pin's.
+        num_tokens: Tokens of the prefix.
+        num_blocks: Full blocks of it, which are what is pinned.
+        held_blocks: How many of them are held now; the rest is not cached yet, or any more.
+    """
+
+    name: str
+    num_tokens: int
+    num_blocks: int
+    held_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPrefixes:
+    """All pins.
+
+    Attributes:
+        pins: In the order they were made.
+        max_blocks: How many blocks they may name together; 0 before an executor is ready.
+    """
+
+    pins: tuple[PinnedPrefix, ...]
+    max_blocks: int
 
 
 @dataclass(frozen=True, slots=True)

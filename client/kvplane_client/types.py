@@ -18,6 +18,9 @@ __all__ = [
     "FinishReason",
     "GenerateOptions",
     "Prompt",
+    "Retention",
+    "RetentionLevel",
+    "RetentionRange",
     "StopMatch",
     "TokenLogprob",
     "TokenLogprobs",
@@ -57,6 +60,48 @@ StopMatch: TypeAlias = int | str | None
 """The stop token id, or the stop string, that ended a request; None when neither did."""
 
 
+@dataclass(frozen=True, slots=True)
+class RetentionLevel:
+    """How long blocks are worth keeping.
+
+    Attributes:
+        priority: -100 to 100; higher is longer, 0 is usual.
+        duration: Seconds for which it holds after each use of a block, at most 24 days; None for as long as it is
+            cached.
+    """
+
+    priority: int
+    duration: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionRange:
+    """Tokens of a prompt whose blocks are kept alike.
+
+    Attributes:
+        level: How long.
+        start: Position of the first token.
+        stop: Position after the last; None is the prompt's end.
+    """
+
+    level: RetentionLevel
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How long which of a request's blocks are worth keeping. Where parts meet in a block, the highest counts.
+
+    Attributes:
+        ranges: Parts of the prompt, at most 64; the rest has the request's ``retention_priority``.
+        decode: For the tokens it generates; None is ``retention_priority``.
+    """
+
+    ranges: tuple[RetentionRange, ...] = ()
+    decode: RetentionLevel | None = None
+
+
 class GenerateOptions(TypedDict, total=False):
     """The keyword arguments of every generating method. An absent one, or None, means the server's default.
 
@@ -89,6 +134,7 @@ class GenerateOptions(TypedDict, total=False):
         priority: Under the priority policy a lower value is served first.
         retention_priority: How long its blocks are worth keeping, -100 to 100; higher is longer. Only the manager's
             eviction policy "priority" asks for it.
+        retention: The same for parts of the prompt and for the output, and for how long; see :class:`Retention`.
         cache_salt: Only requests with the same salt share cached blocks.
         tenant: Whose request it is, at most 256 characters: under the fair policy each tenant gets its share,
             and a manager may keep tenants' cached blocks apart.
@@ -116,6 +162,7 @@ class GenerateOptions(TypedDict, total=False):
     n: int | None
     priority: int | None
     retention_priority: int | None
+    retention: Retention | None
     cache_salt: str | None
     tenant: str | None
     request_id: str | None

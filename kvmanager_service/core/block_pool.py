@@ -126,9 +126,17 @@ class BlockPool:
                 else:
                     queue.append(block)
 
-    def note_use(self, blocks: Iterable[KVCacheBlock], retention_priority: int) -> None:
-        """A request is about to free its table: tell the eviction policy, which may go by how often or by whom."""
-        self.free_block_queue.note_use(blocks, retention_priority)
+    def note_use(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """A request is about to free its table: tell the eviction policy, which may go by how often that happens."""
+        self.free_block_queue.note_use(blocks)
+
+    def retain(self, blocks: Iterable[KVCacheBlock], priority: int, duration: float) -> None:
+        """It asks for these of its blocks to be kept: tell the eviction policy. See `EvictionPolicy.retain`."""
+        self.free_block_queue.retain(blocks, priority, duration)
+
+    def advance(self, now: float) -> None:
+        """The time, in seconds that never fall, for durations asked of `retain`. Told before blocks are handed out."""
+        self.free_block_queue.advance(now)
 
     def overwrite(self, block: KVCacheBlock) -> None:
         """The only holder of a block is about to write into it: what it held can not be found there any more."""
@@ -148,6 +156,15 @@ class BlockPool:
         if content is None or not content.is_same(parent, token_bytes, extra_keys):
             return None
         return content.block
+
+    def get_filled_block(
+        self, block_hash: BlockHash, parent: BlockContent | None, token_bytes: bytes, extra_keys: bytes
+    ) -> KVCacheBlock | None:
+        """As `get_cached_block`, but a block whose content no outstanding step has yet to fill."""
+        content = self.cached_block_hash_to_block.get(block_hash)
+        if content is None or not content.is_same(parent, token_bytes, extra_keys):
+            return None
+        return next((block for block in content.blocks if not block.provisional_step), None)
 
     def may_be_held(self, block_hash: BlockHash) -> bool:
         """Whether a table references a block with this hash. It may hold something else: a yes proves nothing."""

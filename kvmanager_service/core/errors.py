@@ -9,6 +9,9 @@ Station: raised by `core`, mapped to a gRPC status by `kvmanager_service.errors`
     ├── QueueFullError          too many requests wait
     ├── PoolExhaustedError      a lone request outgrew the pool
     ├── RowFailedError          the executor could not compute this request's row
+    ├── DuplicatePinError       the name pins another prefix
+    ├── UnknownPinError         nothing is pinned under that name
+    ├── PinLimitError           pins would name too many blocks
     ├── PoolInUseError          the prefix cache cannot be reset while requests hold blocks
     └── EventsForgottenError    the cache's events are not kept that far back
 
@@ -23,14 +26,17 @@ from __future__ import annotations
 __all__ = [
     "BadResultError",
     "CoreError",
+    "DuplicatePinError",
     "DuplicateRequestError",
     "EventsForgottenError",
     "GroupLayoutError",
     "InvalidRequestError",
+    "PinLimitError",
     "PoolExhaustedError",
     "PoolInUseError",
     "QueueFullError",
     "RowFailedError",
+    "UnknownPinError",
     "UnknownRequestError",
 ]
 
@@ -71,6 +77,18 @@ class PoolExhaustedError(CoreError):
 
 class RowFailedError(CoreError):
     """The executor reported that this request's row failed."""
+
+
+class DuplicatePinError(CoreError):
+    """Another prefix is pinned under this name."""
+
+
+class UnknownPinError(CoreError):
+    """Nothing is pinned under this name."""
+
+
+class PinLimitError(CoreError):
+    """Pinned prefixes would be too many, or name more blocks than they may."""
 
 
 class PoolInUseError(CoreError):

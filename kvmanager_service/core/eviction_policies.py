@@ -1,7 +1,8 @@
-"""Eviction policies other than LRU, and all of them by name.
+"""The smaller eviction policies, and all of them by name.
 
-Station: `BlockPool` makes one by its name. LRU is `free_block_queue`; the others are made of such queues and of what
-they remember of each block's present content, kept here by block id so that LRU does not pay for it.
+Station: `BlockPool` makes one by its name. LRU is `free_block_queue`, `priority` is `priority_policy`; the others are
+made of such queues and of what they remember of each block's present content, kept here by block id so that LRU does
+not pay for it.
 
     lru       least recently freed first
     fifo      first freed first, whatever was hit since
@@ -15,12 +16,12 @@ depends on.
 from __future__ import annotations
 
 import heapq
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 
 from kvmanager_service.core.block import KVCacheBlock
 from kvmanager_service.core.eviction_policy import EvictionPolicy
 from kvmanager_service.core.free_block_queue import FreeKVCacheBlockQueue, require_free
+from kvmanager_service.core.priority_policy import PriorityPolicy
 
 DEFAULT_EVICTION_POLICY = "lru"
 
@@ -89,9 +90,6 @@ class FIFOPolicy(EvictionPolicy):
         if block.ref_cnt == 0:
             self._empty.prepend(block)
 
-    def note_use(self, blocks: Iterable[KVCacheBlock], retention_priority: int) -> None:
-        """Only when a block first came free matters."""
-
     def __iter__(self) -> Iterator[KVCacheBlock]:
         yield from self._empty
         yield from self._overdue
@@ -100,11 +98,11 @@ class FIFOPolicy(EvictionPolicy):
                 yield block
 
 
-class LevelPolicy(EvictionPolicy):
-    """Blocks in levels, LRU within each; the lowest level is evicted first.
+class LFUPolicy(EvictionPolicy):
+    """Least frequently used first. A use is a request that gives the block back, for as long as it is cached.
 
-    A block changes its level only while it is referenced, and is at level 0 when it gets its content. All operations
-    are O(log levels) or better, taken over many of them.
+    Blocks are in levels by their uses, LRU within each. A block changes its level only while it is referenced, and is
+    at level 0 when it gets its content. All operations are O(log levels) or better, taken over many of them.
 
     Args:
         blocks: all of the pool's usable blocks, free and without content.
@@ -130,16 +128,12 @@ class LevelPolicy(EvictionPolicy):
         """Entries of the heap, those left behind included."""
         return len(self._heap)
 
-    @abstractmethod
-    def _level_after_use(self, level: int, retention_priority: int) -> int:
-        """The level of a block that was at `level` and is used by a request once more."""
-
-    def note_use(self, blocks: Iterable[KVCacheBlock], retention_priority: int) -> None:
+    def note_use(self, blocks: Iterable[KVCacheBlock]) -> None:
         """See the base class."""
         level_of = self._level_of
         for block in blocks:
             if block.content is not None:
-                level_of[block.block_id] = self._level_after_use(level_of[block.block_id], retention_priority)
+                level_of[block.block_id] += 1
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         """See the base class."""
@@ -209,25 +203,6 @@ class LevelPolicy(EvictionPolicy):
         for level in sorted(self._levels):
             yield from self._levels[level]
 
-
-class LFUPolicy(LevelPolicy):
-    """Least frequently used first. A use is a request that gives the block back, for as long as it is cached."""
-
-    def _level_after_use(self, level: int, retention_priority: int) -> int:
-        return level + 1
-
-
-class PriorityPolicy(LevelPolicy):
-    """Lowest retention priority first; a block has the highest of the requests that used it while it is cached."""
-
-    # A level of 0 means "used by nobody yet", so priorities are moved to where the lowest is 1.
-
-    def _level_after_use(self, level: int, retention_priority: int) -> int:
-        return max(level, retention_priority - MIN_RETENTION_PRIORITY + 1)
-
-
-MIN_RETENTION_PRIORITY = -100
-MAX_RETENTION_PRIORITY = 100
 
 EVICTION_POLICIES: dict[str, Callable[[Iterable[KVCacheBlock]], EvictionPolicy]] = {
     "lru": FreeKVCacheBlockQueue,

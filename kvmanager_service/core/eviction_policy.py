@@ -5,6 +5,9 @@ content. A policy never sees a request and never changes a block but for its lin
 
 Whatever the policy, a block without content is handed out before any with content, and a block that a table references
 is not handed out at all. Policies differ only in the order of free blocks with content.
+
+A further policy is a class like these and a line in `eviction_policies.EVICTION_POLICIES`: flags, replay and the tests
+of all policies take its name from there.
 """
 
 from __future__ import annotations
@@ -46,14 +49,20 @@ class EvictionPolicy:
     def emptied(self, block: KVCacheBlock) -> None:
         """A block, free or referenced, lost its content otherwise than by being handed out."""
 
-    @abstractmethod
-    def note_use(self, blocks: Iterable[KVCacheBlock], retention_priority: int) -> None:
-        """A request that referenced these blocks is about to give them back.
+    def note_use(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """A request that referenced these blocks is about to give them back. For a policy that counts uses."""
+
+    def retain(self, blocks: Iterable[KVCacheBlock], priority: int, duration: float) -> None:
+        """A request that is about to give these blocks back asks for them to be kept. For a policy that listens.
 
         Args:
-            blocks: its table.
-            retention_priority: how much the request wants them kept; higher is longer.
+            blocks: part of its table.
+            priority: higher is longer; see `retention`.
+            duration: seconds for which that holds after each use; 0 for as long as the block is cached.
         """
+
+    def advance(self, now: float) -> None:
+        """The caller's clock says so many seconds; never less than before. For a policy that knows durations."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[KVCacheBlock]:

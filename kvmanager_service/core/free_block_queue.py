@@ -84,9 +84,6 @@ class FreeKVCacheBlockQueue(EvictionPolicy):
             self.remove(block)
             self.prepend(block)
 
-    def note_use(self, blocks: Iterable[KVCacheBlock], retention_priority: int) -> None:
-        """Only when a block came free matters."""
-
     def _link(self, before: KVCacheBlock, block: KVCacheBlock, after: KVCacheBlock) -> None:
         if block.next_free_block is not None:
             raise ValueError(f"expected a block outside the free queue, got {block!r}")

@@ -357,7 +357,8 @@ class KVCacheCoordinator:
         ]
         held.sort(key=_depth)
         blocks = [block for _, block in held]
-        self.pool.note_use(blocks, request.retention_priority)
+        self.pool.note_use(blocks)
+        self._retain(request, blocks)
         self.pool.free_blocks(blocks)
         request.tables = []
         request.contents = []
@@ -365,6 +366,18 @@ class KVCacheCoordinator:
         request.may_share_tail = False
         request.num_computed_tokens = 0
         self._requests_with_prefixes.pop(request.arrival_seq, None)
+
+    def _retain(self, request: Request, blocks: list[KVCacheBlock]) -> None:
+        if request.retention is None:
+            self.pool.retain(blocks, request.retention_priority, 0.0)
+            return
+        for group, table in zip(self.groups, request.tables, strict=False):
+            size, num_tokens = group.block_size, len(table.blocks) * group.block_size
+            for one in request.retention:
+                first = max(one.start // size, table.first)
+                if one.start < num_tokens:
+                    held = table.blocks[first : -(-min(one.stop, num_tokens) // size)]
+                    self.pool.retain(held, one.priority, one.duration)
 
     def frees_a_block(self, request: Request) -> bool:
         """Whether `free` would put at least one block back into the free queue."""

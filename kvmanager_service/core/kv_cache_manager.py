@@ -224,6 +224,14 @@ class KVCacheManager:
             return False
         return self.allocate_slots(request, request.num_tokens, self.get_computed_blocks(request), reserve)
 
+    def num_lacking(self, request: Request, num_tokens: int) -> int:
+        """Free blocks that are too few for the table to hold the first num_tokens tokens; 0 when there are enough."""
+        if request.blocks:
+            return max(0, self.num_new_blocks(request, num_tokens) - self.pool.num_free_blocks)
+        hits = self.get_computed_blocks(request)
+        needed = self.num_blocks_for(num_tokens) - len(hits) + sum(block.ref_cnt == 0 for block in hits)
+        return max(0, needed - self.pool.num_free_blocks)
+
     def _may_share(self, request: Request, num_blocks: int) -> bool:
         """Whether a waiting request may find this many blocks of its prefix in tables of others. A no is certain.
 
@@ -290,20 +298,34 @@ class KVCacheManager:
         request.num_computed_tokens = 0
 
     def detach(self, request: Request, num_blocks: int) -> list[KVCacheBlock]:
-        """Take the first blocks out of the table of a request that is about to be freed; they stay referenced.
+        """Take the table from a request that is about to be freed; its first blocks stay referenced.
 
         Returns:
-            The blocks, in table order; `give_back` takes them when they are not needed any more.
+            Those, in table order; `give_back` takes them when they are not needed any more.
         """
         blocks = request.blocks[:num_blocks]
-        request.blocks = request.blocks[num_blocks:]
+        self.give_back(request, request.blocks[num_blocks:], num_blocks)
+        request.blocks = []
         return blocks
 
-    def give_back(self, request: Request, blocks: list[KVCacheBlock]) -> None:
-        """Take back blocks that are, or were, the first ones of a request's table, the deepest first."""
-        self.pool.note_use(blocks, request.retention_priority)
+    def give_back(self, request: Request, blocks: list[KVCacheBlock], first: int = 0) -> None:
+        """Take back blocks that are, or were, a request's table from entry `first` on, the deepest first."""
+        self.pool.note_use(blocks)
+        self._retain(request, blocks, first)
         self.pool.free_blocks(reversed(blocks))
         self._note(request, blocks, BlockMoment.FREED)
+
+    def _retain(self, request: Request, blocks: list[KVCacheBlock], first: int) -> None:
+        """Pass on what the request asks for these blocks, which are its table from entry `first` on."""
+        if request.retention is None:
+            self.pool.retain(blocks, request.retention_priority, 0.0)
+            return
+        size = self.block_size
+        start, stop = first * size, (first + len(blocks)) * size
+        for one in request.retention:
+            if one.start < stop and one.stop > start:
+                held = blocks[max(0, one.start // size - first) : -(-min(one.stop, stop) // size) - first]
+                self.pool.retain(held, one.priority, one.duration)
 
     def distrust(self, request: Request, step_id: int, *, with_table: bool) -> set[KVCacheBlock]:
         """Un-hash blocks whose content a failed row put in doubt.
@@ -402,7 +424,11 @@ class KVCacheManager:
             request.block_id_bytes += array("i", [block.block_id for block in blocks]).tobytes()
 
     def check_integrity(self, requests: Iterable[Request], detached: Iterable[list[KVCacheBlock]] = ()) -> None:
-        """Check the pool against the tables of all requests that hold blocks, and what was detached of others.
+        """Check the pool against the tables of all requests that hold blocks, and whatever else holds some.
+
+        Args:
+            requests: those with a table.
+            detached: what was detached of others, and what pins hold: a reference for each entry.
 
         Raises:
             AssertionError: an invariant does not hold.

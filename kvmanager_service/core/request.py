@@ -14,6 +14,7 @@ from kvmanager_service.core.block_hash import BlockHash
 from kvmanager_service.core.errors import CoreError
 from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan, SpanKeys, request_keys
 from kvmanager_service.core.kv_groups import GroupTable
+from kvmanager_service.core.retention import RetentionRange, without_gaps
 
 TOKEN_BYTES = 4
 """Bytes of one token id in `Request.token_bytes`: little-endian int32, as on the wire."""
@@ -73,6 +74,7 @@ class NewRequest:
         retention_priority: how much its blocks are worth keeping, in [MIN_RETENTION_PRIORITY, MAX_RETENTION_PRIORITY];
             higher is longer. Only the eviction policy `priority` asks.
         branches: id and seed of each further sequence that is sampled from the same prompt.
+        retention: the same for ranges of its tokens, and for how long; what none covers has `retention_priority`.
     """
 
     request_id: str
@@ -90,6 +92,7 @@ class NewRequest:
     spans: tuple[PromptSpan, ...] = ()
     retention_priority: int = 0
     branches: tuple[tuple[str, int], ...] = ()
+    retention: tuple[RetentionRange, ...] = ()
 
 
 class RequestStatus(enum.Enum):
@@ -174,6 +177,7 @@ class Request:
         block_hashes: chain hashes of the full blocks of known tokens.
         extra_keys: what of the request as a whole decides its K/V; keys of its first block.
         spans: what stands behind its tokens; None for nothing.
+        retention: ranges that cover all its tokens; None where `retention_priority` is all it asks.
         contents: verified contents of the table's first blocks, those that are cached.
         tables: one block table per KV group where there are several; then blocks and block_id_bytes stay empty, and
             block_hashes and contents are of its prefixes, see `KVCacheCoordinator`.
@@ -223,6 +227,7 @@ class Request:
         "num_tokens",
         "priority",
         "request_id",
+        "retention",
         "retention_priority",
         "sampling",
         "seed",
@@ -245,6 +250,7 @@ class Request:
         self.tenant = new.tenant
         self.arrival_time = new.arrival_time
         self.retention_priority = new.retention_priority
+        self.retention = without_gaps(new.retention, new.retention_priority) if new.retention else None
         self.arrival_seq = arrival_seq
         self.extra_keys = request_keys(new.cache_salt, new.tenant if new.is_isolated else None, new.lora)
         self.spans = SpanKeys(new.spans) if new.spans else None

@@ -23,6 +23,7 @@ from kvmanager_service.core.errors import (
 from kvmanager_service.core.extra_keys import check_extra_keys
 from kvmanager_service.core.policies import make_queue
 from kvmanager_service.core.request import FinishReason, NewRequest, Request, RequestOutput, RequestStatus
+from kvmanager_service.core.retention import check_ranges
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 
 KEPT_FINISHED = 256
@@ -83,6 +84,7 @@ class RequestBook:
         self.check_queue()
         request = Request(new, self._next_arrival_seq)
         check_extra_keys(new.lora, new.spans, request.num_prompt_tokens)
+        check_ranges(new.retention, request.num_prompt_tokens)
         for branch_id, seed in new.branches:
             follower = Request(new, self._next_arrival_seq + 1 + len(request.followers))
             follower.request_id = branch_id

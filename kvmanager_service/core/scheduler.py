@@ -27,6 +27,7 @@ from typing import Final
 from kvmanager_service.core.errors import BadResultError, CoreError, InvalidRequestError, PoolInUseError
 from kvmanager_service.core.kv_cache_coordinator import KVCache
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.pinned_prefixes import PinnedPrefixes
 from kvmanager_service.core.pool_limit import has_outgrown, outgrown_error, require_fit
 from kvmanager_service.core.request import (
     TOKEN_BYTES,
@@ -78,6 +79,8 @@ class Scheduler:
         self.waiting = self.book.waiting
         self.running = self.book.running
         self.outstanding: deque[Step] = deque()
+        self.pins = PinnedPrefixes(config.max_pinned_fraction)
+        self.pins.attach(kv)
         self._suspects = Suspects()
         self._tags = TagOutbox(kv.pool)
         self._swap_policy = None if config.preemption_mode == RECOMPUTE else SwapPolicy(config.preemption_mode)
@@ -245,14 +248,15 @@ class Scheduler:
             if num_tokens == 0:
                 continue
             while not self.kv.allocate_slots(request, request.num_computed_tokens + num_tokens):
-                if self.swap_space is not None and self.swap_space.will_have_room(
-                    request, request.num_computed_tokens + num_tokens, plan
-                ):
+                if self._awaits_host(request, request.num_computed_tokens + num_tokens, plan):
                     is_short = True
                     break
                 if len(self.running) == 1:
-                    # It needs more than the whole pool. If a token of it is on its way, that may end it.
+                    # Pins hold what it lacks, or it needs more than the whole pool. If a token of it is on its
+                    # way, that may end it.
                     if not request.num_pending_tokens:
+                        if self.pins.make_room(request, request.num_computed_tokens + num_tokens):
+                            continue
                         self._fail_outgrown(request)
                     break
                 victim = self._choose_victim(request)
@@ -277,7 +281,12 @@ class Scheduler:
                 break
             if has_outgrown(self.kv, request):
                 self._fail_outgrown(request)
-            elif self._admit(request, watermark_blocks + len(request.followers) if self.running else 0, plan):
+            elif self._admit(request, watermark_blocks + len(request.followers) if self.running else 0, plan) or (
+                not self.running
+                and not self._pins_await_host()
+                and self.pins.make_room(request, request.num_tokens)
+                and self._admit(request, 0, plan)
+            ):
                 plan.claim(plan.add(request, plan.chunk(request)))
             else:
                 break
@@ -324,6 +333,18 @@ class Scheduler:
         victims = self.waiting.victims(list(self.running.values()))
         return next(victim for victim in victims if victim is request or self.kv.frees_a_block(victim))
 
+    def _awaits_host(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
+        """Whether a running request finds too few blocks while some are on their way to the host that may suffice."""
+        if self.swap_space is None:
+            return False
+        return self.swap_space.will_have_room(request, num_tokens, plan) or (
+            len(self.running) == 1 and self._pins_await_host()
+        )
+
+    def _pins_await_host(self) -> bool:
+        """Whether pins could stand back, but need not before it is known what comes free on its way to the host."""
+        return self.pins.num_held_blocks > 0 and self.swap_space is not None and self.swap_space.has_leaving
+
     def _fail_outgrown(self, request: Request) -> None:
         self._finish(request, FinishReason.ERROR, error=outgrown_error(self.kv, request))
 
@@ -352,6 +373,7 @@ class Scheduler:
         if self.swap_space is not None:
             self.swap_space.acknowledged(step, result)
         self._tags.committed(self.kv.pool.commit_step(step.step_id))
+        self.pins.hold()
         self.stats.steps += 1
         self.stats.tokens_computed += step.num_tokens
         token_bytes = array("i", result.sampled).tobytes()
@@ -410,6 +432,7 @@ class Scheduler:
         self._tags.forgotten(distrusted)
         if self.swap_space is not None:
             self.swap_space.distrust(row.request, root, distrusted)
+        self.pins.distrusted()
         for other in reversed(list(self.running.values())):
             if other not in failed and (other in forked or self.kv.relies_on(other, distrusted)):
                 self._preempt(other)
@@ -476,6 +499,7 @@ class Scheduler:
         self.kv = kv
         self._tags = TagOutbox(kv.pool)
         self.swap_space = self._make_swap_space(num_host_blocks)
+        self.pins.attach(kv)
         for request in list(self.requests.values()):
             request.block_hashes = []
             request.contents = []
@@ -496,6 +520,7 @@ class Scheduler:
             )
         if self.swap_space is not None:
             self.swap_space.forget_all()
+        self.pins.forget()
         forgotten = self.kv.pool.reset_prefix_cache()
         self._tags.forgotten(forgotten)
         return len(forgotten)
@@ -521,9 +546,11 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Check every invariant of scheduler and pool. Raises AssertionError."""
-        self.kv.check_integrity(self.running.values(), self.swap_space.tables() if self.swap_space is not None else ())
+        detached = self.pins.tables()
         if self.swap_space is not None:
+            detached += self.swap_space.tables()
             self.swap_space.check_integrity([step.step_id for step in self.outstanding])
+        self.kv.check_integrity(self.running.values(), detached)
         self.book.check_integrity()
         for request in self.running.values():
             assert request.num_computed_tokens <= request.num_tokens + request.num_pending_tokens, f"{request!r}"

@@ -27,6 +27,7 @@ class SchedulerConfig:
             by the step right before it only.
         preemption_mode: one of `PREEMPTION_MODES`: what becomes of a preempted request's K/V. Anything but recompute
             needs an executor with host blocks, and a single KV group.
+        max_pinned_fraction: share of the pool that pinned prefixes may name, in [0, 1].
         fair_weights: what a token counts under the fair policy.
     """
 
@@ -38,6 +39,7 @@ class SchedulerConfig:
     watermark: float = 0.01
     max_outstanding: int = 2
     preemption_mode: str = RECOMPUTE
+    max_pinned_fraction: float = 0.25
     fair_weights: FairWeights = DEFAULT_WEIGHTS
 
     def __post_init__(self) -> None:
@@ -58,3 +60,5 @@ class SchedulerConfig:
             )
         if not 0 <= self.watermark < 1:
             raise ValueError(f"expected watermark in [0, 1), got {self.watermark}")
+        if not 0 <= self.max_pinned_fraction <= 1:
+            raise ValueError(f"expected max_pinned_fraction in [0, 1], got {self.max_pinned_fraction}")

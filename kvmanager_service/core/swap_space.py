@@ -141,7 +141,7 @@ class SwapSpace:
         self._stats.swapped_out += 1
 
     def _num_shared_tokens(self, request: Request) -> int:
-        """Tokens of its prefix that other tables hold, too: those will be found, not computed."""
+        """Tokens of its prefix that other tables or pins hold, too: those will be found, not computed."""
         shared = 0
         for block in request.blocks:
             if block.ref_cnt == 1:
@@ -152,8 +152,8 @@ class SwapSpace:
     def will_have_room(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         """Whether blocks on their way to the host will make room for a running request's next tokens.
 
-        If so, it is noted that the request waits for them: whoever comes after it in this plan does not count on the
-        same ones.
+        What a pin or another table holds, too, will not be free. If there will be room, it is noted that the request
+        waits for them: whoever comes after it in this plan does not count on the same ones.
         """
         leaving = self._leaving_references()
         needed = max(0, self._kv.num_blocks_for(num_tokens) - len(request.blocks))
@@ -166,6 +166,11 @@ class SwapSpace:
             return False
         plan.awaited[request.arrival_seq] = needed
         return True
+
+    @property
+    def has_leaving(self) -> bool:
+        """Whether blocks are on their way to the host; a step that orders that is out, or being decided."""
+        return any(copy.phase is CopyPhase.LEAVING for copy in self._copies.values())
 
     def _leaving_references(self) -> dict[KVCacheBlock, int]:
         """How many references of each block will be dropped once all that is under way is acknowledged."""

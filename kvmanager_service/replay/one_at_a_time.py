@@ -21,7 +21,7 @@ __all__ = ["replay_one_at_a_time"]
 def replay_one_at_a_time(
     trace: Sequence[TraceRequest], kv: KVCacheManager, on_done: Callable[[int], None] = lambda _: None
 ) -> Measurements:
-    """Compute each prompt, free its blocks, go on to the next. No token is produced.
+    """Compute each prompt, free its blocks, go on to the next. No token is produced, and no duration runs out.
 
     Args:
         trace: the requests, in the order they are taken.

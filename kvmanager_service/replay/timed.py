@@ -127,6 +127,7 @@ class TimedReplay:
         if moment > self.now:
             self._found.max_queue = max(self._found.max_queue, num_waiting)
         self.now = moment
+        self._scheduler.kv.pool.advance(moment)
 
     def _finish_step(self) -> None:
         step, _ = self._in_flight.popleft()

@@ -20,8 +20,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvmanager_service.core.eviction_policies import MAX_RETENTION_PRIORITY, MIN_RETENTION_PRIORITY
 from kvmanager_service.core.request import TOKEN_BYTES, NewRequest, StopRules
+from kvmanager_service.core.retention import (
+    END_OF_SEQUENCE,
+    MAX_DURATION,
+    MAX_RANGES,
+    MAX_RETENTION_PRIORITY,
+    MIN_RETENTION_PRIORITY,
+    RetentionRange,
+)
 
 __all__ = ["FORMATS", "MOONCAKE_BLOCK", "TraceError", "TraceRequest", "read_trace"]
 
@@ -62,6 +69,7 @@ class TraceRequest:
         parts: the prompt as runs of one token: pairs of token id and length.
         output_length: tokens to produce, at least 1.
         priority, retention_priority, cache_salt: as in a `GenerateRequest`.
+        retention: as in a `NewRequest`.
     """
 
     request_id: str
@@ -71,6 +79,7 @@ class TraceRequest:
     priority: int = 0
     retention_priority: int = 0
     cache_salt: str = ""
+    retention: tuple[RetentionRange, ...] = ()
 
     @property
     def prompt_length(self) -> int:
@@ -88,6 +97,7 @@ class TraceRequest:
             cache_salt=self.cache_salt,
             arrival_time=arrival_time,
             retention_priority=self.retention_priority,
+            retention=self.retention,
         )
 
     def with_whole_runs(self, length: int) -> TraceRequest:
@@ -225,7 +235,7 @@ def _azure_count(lines: _Lines, name: str, text: str) -> int:
 
 _KVPLANE_FIELDS = (
     "arrival", "prompt_token_ids", "prompt_length", "prefix", "output_length", "priority", "retention_priority",
-    "cache_salt",
+    "retention", "cache_salt",
 )  # fmt: skip
 
 
@@ -236,15 +246,35 @@ def _read_kvplane(lines: _Lines) -> Iterator[TraceRequest]:
         record.only(_KVPLANE_FIELDS)
         if ("prompt_token_ids" in record.values) == ("prompt_length" in record.values):
             raise lines.error("either prompt_token_ids or prompt_length", line.strip())
+        parts = _explicit(record) if "prompt_token_ids" in record.values else _made_up(lines, record, names)
         yield TraceRequest(
             request_id=f"line-{lines.number}",
             arrival=record.seconds("arrival"),
-            parts=_explicit(record) if "prompt_token_ids" in record.values else _made_up(lines, record, names),
+            parts=parts,
             output_length=record.integer("output_length", 1, _MAX_LENGTH),
             priority=record.integer("priority", -_MAX_INT32 - 1, _MAX_INT32, 0),
             retention_priority=record.integer("retention_priority", MIN_RETENTION_PRIORITY, MAX_RETENTION_PRIORITY, 0),
             cache_salt=record.text("cache_salt"),
+            retention=_retention(lines, record, sum(length for _, length in parts)),
         )
+
+
+def _retention(lines: _Lines, record: _Record, prompt_length: int) -> tuple[RetentionRange, ...]:
+    """Ranges as lists of start, stop (null is the end of the output), priority and, optional, seconds."""
+    ranges = []
+    for item in record.items("retention") if "retention" in record.values else ():
+        if not isinstance(item, list) or len(item) not in (3, 4):
+            raise lines.error("retention: lists of start, stop, priority and maybe seconds", _shown(item))
+        start = record.checked("retention start", item[0], 0, prompt_length)
+        last = END_OF_SEQUENCE if item[1] is None else prompt_length
+        stop = last if item[1] is None else record.checked("retention stop", item[1], start + 1, last)
+        level = record.checked("retention priority", item[2], MIN_RETENTION_PRIORITY, MAX_RETENTION_PRIORITY)
+        seconds = item[3] if len(item) == 4 else 0.0
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds <= MAX_DURATION:
+            raise lines.error(f"retention seconds: a number in 0 to {MAX_DURATION}", _shown(seconds))
+        ranges.append(RetentionRange(start, stop, level, float(seconds)))
+    record.checked("number of retention ranges", len(ranges), 0, MAX_RANGES)
+    return tuple(ranges)
 
 
 def _explicit(record: _Record) -> tuple[tuple[int, int], ...]:

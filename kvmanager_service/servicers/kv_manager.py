@@ -14,11 +14,21 @@ from kvplane.kvmanager.v1 import kv_manager_service_pb2_grpc as pb_grpc
 from kvplane.kvmanager.v1 import sequence_pool_pb2 as pool_pb
 
 from kvmanager_service.config import ManagerConfig
+from kvmanager_service.convert import check_pin_name
 from kvmanager_service.core.block_history import BlockMoment, BlockRecord
 from kvmanager_service.core.request import RequestStatus
-from kvmanager_service.engine_api import BlockView, Engine, EngineStats, ManagerState, RequestView, TenantView
+from kvmanager_service.engine_api import (
+    BlockView,
+    Engine,
+    EngineStats,
+    ManagerState,
+    PinView,
+    RequestView,
+    TenantView,
+)
 from kvmanager_service.errors import RpcErrors
 from kvmanager_service.kv_event_messages import watch
+from kvmanager_service.pinning import pin_prefix
 from kvmanager_service.request_stream import FINISH_REASONS
 from kvmanager_service.servicers import sequences
 from kvmanager_service.servicers.paging import page_size, read_block_token, read_request_token, request_token
@@ -56,7 +66,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
-    """Serves what looks at the executors' pool, and the block-table API for engines that run their own loop."""
+    """Serves what looks at the executors' pool and pins prefixes of it, and the block-table API.
+
+    That is for engines that run their own loop.
+    """
 
     def __init__(self, engine: Engine, config: ManagerConfig) -> None:
         self._engine = engine
@@ -75,6 +88,7 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
             isolate_tenants=config.isolate_tenants,
             preemption_mode=config.preemption_mode,
         )
+        self._isolate_tenants = config.isolate_tenants
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:  # noqa: N802
         """Serve `GetStats`; see the proto."""
@@ -131,6 +145,27 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
         async with RpcErrors(context):
             async for message in watch(self._engine, request):
                 yield message
+
+    async def PinPrefix(self, request: pb.PinPrefixRequest, context: Context) -> pb.PinPrefixResponse:  # noqa: N802
+        """Serve `PinPrefix`; see the proto."""
+        async with RpcErrors(context):
+            pin = await pin_prefix(self._engine, request, isolate_tenants=self._isolate_tenants)
+            return pb.PinPrefixResponse(pin=_to_pinned_prefix(pin))
+
+    async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: Context) -> pb.UnpinPrefixResponse:  # noqa: N802
+        """Serve `UnpinPrefix`; see the proto."""
+        async with RpcErrors(context):
+            check_pin_name(request.name)
+            self._engine.unpin_prefix(request.name)
+            return pb.UnpinPrefixResponse()
+
+    async def ListPinnedPrefixes(  # noqa: N802
+        self, request: pb.ListPinnedPrefixesRequest, context: Context
+    ) -> pb.ListPinnedPrefixesResponse:
+        """Serve `ListPinnedPrefixes`; see the proto."""
+        async with RpcErrors(context):
+            view = self._engine.pinned_prefixes()
+            return pb.ListPinnedPrefixesResponse(pins=map(_to_pinned_prefix, view.pins), max_blocks=view.max_blocks)
 
     async def ResetPrefixCache(  # noqa: N802
         self, request: pb.ResetPrefixCacheRequest, context: Context
@@ -205,6 +240,7 @@ def _to_stats(stats: EngineStats, settings: pb.SchedulerSettings) -> pb.GetStats
         response.pool.kv_epoch = stats.pool.kv_epoch
         response.pool.num_host_blocks = stats.pool.num_host_blocks
         response.pool.used_host_blocks = stats.pool.used_host_blocks
+        response.pool.pinned_blocks = stats.pool.pinned_blocks
     return response
 
 
@@ -234,6 +270,12 @@ def _to_request_info(view: RequestView) -> pb.RequestInfo:
     if view.finish_reason is not None and view.finish_reason in FINISH_REASONS:
         info.finish_reason = FINISH_REASONS[view.finish_reason]
     return info
+
+
+def _to_pinned_prefix(view: PinView) -> pb.PinnedPrefix:
+    return pb.PinnedPrefix(
+        name=view.name, num_tokens=view.num_tokens, num_blocks=view.num_blocks, held_blocks=view.held_blocks
+    )
 
 
 def _to_block_record(record: BlockRecord) -> pb.BlockRecord:

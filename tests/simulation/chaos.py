@@ -22,16 +22,21 @@ from kvmanager_service.core.block_hash import KeyDomain, default_hash
 from kvmanager_service.core.errors import (
     BadResultError,
     CoreError,
+    DuplicatePinError,
     DuplicateRequestError,
     InvalidRequestError,
+    PinLimitError,
     PoolExhaustedError,
     PoolInUseError,
     QueueFullError,
     RowFailedError,
 )
-from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan
+from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
+from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan, request_keys
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import TOKEN_BYTES, FinishReason, NewRequest, Request, SamplingParams, StopRules
+from kvmanager_service.core.retention import END_OF_SEQUENCE, RetentionRange
 from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig
 from kvmanager_service.core.suspects import MAX_FAILED_STEPS
 from kvmanager_service.step_message import read_execute_response
@@ -118,6 +123,11 @@ class Chaos:
         # And one more, for what is drawn of swapping.
         self.swap = swap = random.Random(f"swap of {seed}")
         chosen_mode = swap.choice((RECOMPUTE, "swap", "auto"))
+        # Again of its own: what blocks are kept for, and how long.
+        self.kept = kept = random.Random(f"kept of {seed}")
+        self.clock = 0.0
+        self.has_ranges, self.has_pins = kept.random() < 0.3, kept.random() < 0.4
+        eviction_policy = kept.choice((DEFAULT_EVICTION_POLICY, "priority", "priority", *EVICTION_POLICIES))
         config = SchedulerConfig(
             policy=policy or (chosen_policy if more.random() < 0.7 else "fair"),
             max_num_batched_tokens=budget,
@@ -127,6 +137,7 @@ class Chaos:
             watermark=rng.choice((0.0, 0.01, 0.3)),
             max_outstanding=rng.choice((1, 2)),
             preemption_mode=preemption_mode or chosen_mode,
+            max_pinned_fraction=kept.choice((0.25, 0.6, 1.0)),
         )
 
         self.crowded = crowded
@@ -137,9 +148,16 @@ class Chaos:
 
         def make_kv(num_blocks: int, block_size: int) -> KVCacheManager:
             hash_function = one_byte_hash if self.one_byte else default_hash
-            return KVCacheManager(
-                num_blocks, block_size, enable_caching=caching, hash_function=hash_function, events=events
+            kv = KVCacheManager(
+                num_blocks,
+                block_size,
+                enable_caching=caching,
+                hash_function=hash_function,
+                eviction_policy=eviction_policy,
+                events=events,
             )
+            kv.pool.advance(self.clock)
+            return kv
 
         self.world = World(
             self.num_blocks,
@@ -184,6 +202,10 @@ class Chaos:
                     for fault in (self._abort_swapped, self._lose_stream_that_copies)
                     if swap.random() < 0.5
                 ]
+        if faults and self.has_pins:
+            self.fault_rates += [(self._pin, 0.1), (self._unpin, 0.05)]
+        if faults and self.has_ranges:
+            self.fault_rates.append((self._wait, 0.2))
 
     @property
     def pool_tokens(self) -> int:
@@ -249,6 +271,7 @@ class Chaos:
             resumed=token_bytes(expected[:num_resumed]),
             branches=() if num_resumed else self._draw_branches(request_id),
             **self._draw_keys(len(prompt)),
+            **self._draw_retention(len(prompt)),
         )
         self.branches[request_id] = [Story(new, prompt, *tell(seed)) for _, seed in new.branches]
         return Story(new, prompt + expected[:num_resumed], expected[num_resumed:], reason)
@@ -281,6 +304,18 @@ class Chaos:
             domain = self.more.choice((KeyDomain.MULTIMODAL_ITEM, KeyDomain.PROMPT_EMBEDDING))
             spans.append(PromptSpan(domain, bytes(15) + bytes((self.more.randrange(2),)), offset, length))
             position = offset + length
+
+    def _draw_retention(self, num_prompt_tokens: int) -> dict[str, Any]:
+        """In some lives, how long which of its blocks are worth keeping."""
+        if not self.has_ranges:
+            return {}
+        kept = self.kept
+        ranges = []
+        for _ in range(kept.choice((0, 1, 1, 3))):
+            start = kept.randrange(num_prompt_tokens)
+            stop = kept.choice((END_OF_SEQUENCE, kept.randint(start + 1, num_prompt_tokens)))
+            ranges.append(RetentionRange(start, stop, kept.randint(-3, 3), kept.choice((0.0, 1.0, 5.0))))
+        return {"retention": tuple(ranges), "retention_priority": kept.randint(-2, 2)}
 
     def _do_add(self, request_id: str) -> None:
         scheduler = self.world.scheduler
@@ -392,6 +427,37 @@ class Chaos:
             self.stories[request_id].expected = list(produced.token_ids)
             self.stories[request_id].reason = FinishReason.STOP
 
+    def _wait(self) -> None:
+        self._perform("wait", self.kept.choice((0.5, 1.0, 4.0)))
+
+    def _do_wait(self, seconds: float) -> None:
+        self.clock += seconds
+        self.world.scheduler.kv.pool.advance(self.clock)
+
+    def _pin(self) -> None:
+        story = self.drawn[self.kept.choice(sorted(self.drawn))]
+        self._perform("pin", story.new.request_id, self.kept.randint(1, len(story.prompt)))
+
+    def _do_pin(self, request_id: str, num_tokens: int) -> None:
+        """Pin the beginning of a request's prompt, whether it has come, runs, or is over."""
+        scheduler, new = self.world.scheduler, self.drawn[request_id].new
+        if new.spans:
+            return  # what stands behind its tokens is no part of a pin
+        keys = request_keys(new.cache_salt, new.tenant if new.is_isolated else None, new.lora)
+        before = state_of(scheduler)
+        try:
+            scheduler.pins.pin(PinnedPrefix(request_id, new.prompt[: num_tokens * TOKEN_BYTES], keys))
+        except (InvalidRequestError, PinLimitError, DuplicatePinError):
+            assert state_of(scheduler) == before
+
+    def _unpin(self) -> None:
+        if names := sorted(pin.name for pin in self.world.scheduler.pins):
+            self._perform("unpin", self.kept.choice(names))
+
+    def _do_unpin(self, name: str) -> None:
+        if any(pin.name == name for pin in self.world.scheduler.pins):
+            self.world.scheduler.pins.unpin(name)
+
     def _lose_stream(self) -> None:
         self._perform("lose_stream", bool(self.world.executor.queue) and self.rng.random() < 0.5)
 
@@ -443,7 +509,7 @@ class Chaos:
             assert state_of(scheduler) == before
         else:
             assert not scheduler.running
-            assert scheduler.kv.pool.num_cached_blocks == 0
+            assert scheduler.kv.pool.num_cached_blocks == scheduler.pins.num_held_blocks == 0
 
     def _fail_row(self) -> None:
         if self.world.scheduler.outstanding:
@@ -582,12 +648,27 @@ class Chaos:
         scheduler.check_integrity()
         for request in scheduler.running.values():
             self._check_contents(request)
+        self._check_pins()
         for request_id, produced in self.world.produced.items():
             story = self.stories[request_id]
             if produced.finish_reason is not None and not story.ended:
                 story.ended = True
                 Counts.add(self.counts.finished, produced.finish_reason.value)
                 self._check_finished(request_id, story, produced)
+
+    def _check_pins(self) -> None:
+        """Each pin holds its own prefix from the first block on, filled, and all together no more than they may."""
+        pins, size = self.world.scheduler.pins, self.world.block_size * TOKEN_BYTES
+        held = set()
+        for pin in pins:
+            for index, (block, content) in enumerate(zip(pin.blocks, pin.contents, strict=True)):
+                held.add(block.block_id)
+                assert block.content is content, f"{pin.name} holds {block!r}, which has another content"
+                assert not block.provisional_step, f"{pin.name} holds {block!r}, which is yet to be filled"
+                assert content.token_bytes == pin.token_bytes[index * size : (index + 1) * size]
+                assert content.extra_keys == (b"" if index else pin.extra_keys), f"{pin.name} holds a block across keys"
+                assert len(chain_of(content)) == index + 1, f"{pin.name} holds a content in another place"
+        assert len(held) == pins.num_held_blocks <= pins.limit
 
     def _check_contents(self, request: Request) -> None:
         size = self.world.block_size
@@ -623,6 +704,11 @@ class Chaos:
 
     def _check_end(self) -> None:
         pool = self.world.scheduler.kv.pool
+        held = self.world.scheduler.pins.num_held_blocks
+        assert pool.num_free_blocks == pool.num_usable_blocks - held
+        self._check_pins()
+        for pin in self.world.scheduler.pins:
+            self.world.scheduler.pins.unpin(pin.name)
         assert pool.num_free_blocks == pool.num_usable_blocks
         assert not self.world.scheduler.running
         for request_id in self.stories:

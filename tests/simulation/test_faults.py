@@ -189,9 +189,12 @@ def test_simulation_many_lives_meet_every_fault_and_every_end() -> None:
         "fork",
         "lose_stream",
         "lose_stream_that_copies",
+        "pin",
         "replace_executor",
         "reset_prefix_cache",
         "send_bad_result",
+        "unpin",
+        "wait",
     }
     assert ends == {"stop", "length", "abort", "error"}
     assert refused == {"too long", "queue full"}

@@ -10,6 +10,8 @@ from kvmanager_service import step_message
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.pinned_prefixes import PinnedPrefixes
+from kvmanager_service.core.priority_policy import PriorityPolicy
 from kvmanager_service.core.request import Request
 from kvmanager_service.core.request_book import RequestBook
 from kvmanager_service.core.scheduler import Scheduler
@@ -404,6 +406,22 @@ def whoever_waits_for_blocks_takes_more(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SwapSpace, "will_have_room", lambda self, request, num_tokens, plan: False)
 
 
+def pins_do_not_stand_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PinnedPrefixes, "make_room", lambda self, request, num_tokens: False)
+
+
+def pins_take_what_is_yet_to_be_filled(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockPool, "get_filled_block", BlockPool.get_cached_block)
+
+
+def pins_keep_what_a_failed_row_put_in_doubt(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PinnedPrefixes, "distrusted", lambda self: None)
+
+
+def priority_block_in_use_is_handed_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PriorityPolicy, "_is_valid", lambda self, entry: True)
+
+
 ANY_HASH = None
 ONE_BYTE = True
 MUTATIONS: list[tuple[Mutation, bool | None]] = [
@@ -434,6 +452,10 @@ MUTATIONS: list[tuple[Mutation, bool | None]] = [
     (forks_take_no_reference, ANY_HASH),
     (branches_are_sampled_with_the_leaders_seed, ANY_HASH),
     (places_of_branches_are_not_kept, ANY_HASH),
+    (pins_do_not_stand_back, ANY_HASH),
+    (pins_take_what_is_yet_to_be_filled, ANY_HASH),
+    (pins_keep_what_a_failed_row_put_in_doubt, ANY_HASH),
+    (priority_block_in_use_is_handed_out, ANY_HASH),
 ]
 
 

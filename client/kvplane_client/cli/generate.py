@@ -46,6 +46,8 @@ Examples:
 
   cat article.txt | kvplane generate -n 200 --stop "###"
 
+  kvplane generate "Hello" --retention :512=80 --retention decode=-50/60
+
   kvplane generate "Hello" --json | jq -r .text       (an object a chunk)
 
   kvplane generate "Hello" --json --no-stream | jq .usage     (one in all)
@@ -96,6 +98,7 @@ def generate(
     include_stop: opt.IncludeStop = False,
     priority: opt.Priority = 0,
     retention_priority: opt.RetentionPriority = 0,
+    retention: opt.RetentionParts = None,
     cache_salt: opt.CacheSalt = None,
     tenant: opt.Tenant = None,
     request_id: Annotated[
@@ -130,6 +133,7 @@ def generate(
         include_stop=include_stop,
         priority=priority,
         retention_priority=retention_priority,
+        retention=retention,
         cache_salt=cache_salt,
         tenant=tenant,
         request_id=request_id,

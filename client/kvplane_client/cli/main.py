@@ -20,6 +20,7 @@ from kvplane_client.cli import (
     inventory,
     model,
     options,
+    pins,
     plan,
     pools,
     replay,
@@ -72,6 +73,9 @@ app.command()(pools.pools)
 app.command()(events.events)
 app.command()(stats.executors)
 app.command()(stats.abort)
+app.command()(pins.pin)
+app.command()(pins.unpin)
+app.command()(pins.pins)
 app.command("reset-cache")(stats.reset_cache)
 # Whatever is given to these, --help too, is for the manager's module to understand.
 for passed_through in (replay.replay, calibrate.calibrate):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from kvplane_client.cli.values import MAX_INT32, integer, number, refused, text
-from kvplane_client.types import GenerateOptions
+from kvplane_client.types import GenerateOptions, Retention, RetentionLevel, RetentionRange
 
 __all__ = [
     "CacheSalt",
@@ -28,6 +28,7 @@ __all__ = [
     "PresencePenalty",
     "Priority",
     "RepetitionPenalty",
+    "RetentionParts",
     "RetentionPriority",
     "Seed",
     "Server",
@@ -52,6 +53,8 @@ _CONNECTION = "Connection"
 _MAX_STOPS = 16
 _MAX_STOP_TOKENS = 64
 _MAX_BIASES = 1024
+_MAX_RANGES = 64
+_MAX_SECONDS = MAX_INT32 / 1000  # as milliseconds
 
 Server = Annotated[
     str,
@@ -196,6 +199,14 @@ RetentionPriority = Annotated[
         rich_help_panel=_REQUEST,
     ),
 ]  # fmt: skip
+RetentionParts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--retention", metavar="PART=N",
+        help="The same for a part: START:STOP=N of the prompt, or decode=N. N/SEC holds so long. Repeat for more.",
+        rich_help_panel=_REQUEST,
+    ),
+]  # fmt: skip
 CacheSalt = Annotated[
     str | None,
     typer.Option(
@@ -235,6 +246,8 @@ def chosen(**values: Any) -> GenerateOptions:
         raise refused(limit, options["min_tokens"], "lower it or raise the other", option="--min-tokens")
     if "logit_bias" in options:
         options["logit_bias"] = _logit_bias(options["logit_bias"])
+    if "retention" in options:
+        options["retention"] = _retention(options["retention"])
     return cast(GenerateOptions, options)
 
 
@@ -269,3 +282,54 @@ def _logit_bias(items: list[str]) -> dict[int, float]:
     if len(biases) > _MAX_BIASES:
         raise refused(f"at most {_MAX_BIASES} of them", len(biases), "leave some out", option="--logit-bias")
     return biases
+
+
+def _retention(items: list[str]) -> Retention:
+    """Reads START:STOP=PRIORITY[/SECONDS], where either end may be left out, and decode=PRIORITY[/SECONDS]."""
+    ranges: list[RetentionRange] = []
+    decode: RetentionLevel | None = None
+    for item in items:
+        part, _, level = item.partition("=")
+        start, colon, stop = part.partition(":")
+        if colon:
+            ranges.append(RetentionRange(_retention_level(level, item), *_retention_bounds(start, stop, item)))
+        elif part == "decode":
+            if decode is not None:
+                raise refused("decode= once", item, "leave one out", option="--retention")
+            decode = _retention_level(level, item)
+        else:
+            raise _bad_retention(item)
+    if len(ranges) > _MAX_RANGES:
+        raise refused(f"at most {_MAX_RANGES} ranges", len(ranges), "leave some out", option="--retention")
+    return Retention(tuple(ranges), decode)
+
+
+def _retention_bounds(start: str, stop: str, item: str) -> tuple[int, int | None]:
+    try:
+        first, end = int(start or 0), int(stop or MAX_INT32)
+    except ValueError:
+        raise _bad_retention(item) from None
+    if not 0 <= first < end <= MAX_INT32:
+        raise _bad_retention(item)
+    return first, end if stop else None
+
+
+def _retention_level(level: str, item: str) -> RetentionLevel:
+    priority, slash, seconds = level.partition("/")
+    try:
+        value, duration = int(priority), float(seconds) if slash else None
+    except ValueError:
+        raise _bad_retention(item) from None
+    # Written so that NaN is refused, too.
+    if not -100 <= value <= 100 or not (duration is None or 0 < duration <= _MAX_SECONDS):
+        raise _bad_retention(item)
+    return RetentionLevel(value, duration)
+
+
+def _bad_retention(item: str) -> typer.BadParameter:
+    return refused(
+        "START:STOP=PRIORITY or decode=PRIORITY, with a priority in -100 to 100 and maybe /SECONDS above 0 after it",
+        item,
+        'such as ":512=80", "512:=-10/60" or "decode=5"',
+        option="--retention",
+    )

@@ -82,7 +82,9 @@ def _pool(pool: PoolStats | None) -> str:
         return "no pool before an executor is ready"
     used = pool.num_blocks - pool.free_blocks
     share = used / pool.num_blocks if pool.num_blocks else 0.0
-    return f"{used} of {pool.num_blocks} used ({share:.0%}), {pool.cached_blocks} cached, {pool.block_size} tokens each"
+    pinned = f", {pool.pinned_blocks} pinned" if pool.pinned_blocks else ""
+    kept = f"{pool.cached_blocks} cached{pinned}"
+    return f"{used} of {pool.num_blocks} used ({share:.0%}), {kept}, {pool.block_size} tokens each"
 
 
 def _preemptions(current: Stats) -> str:

@@ -203,6 +203,16 @@ class _Manager(manager_grpc.KvManagerServiceServicer):
             yield message
         await context.abort(grpc.StatusCode.OUT_OF_RANGE, "too slow")
 
+    async def PinPrefix(self, request: Any, context: Any) -> Any:
+        response = manager_pb.PinPrefixResponse(pin=PINS.pins[0])
+        return await _unary(self._scripts, "PinPrefix", request, context, response)
+
+    async def UnpinPrefix(self, request: Any, context: Any) -> Any:
+        return await _unary(self._scripts, "UnpinPrefix", request, context, manager_pb.UnpinPrefixResponse())
+
+    async def ListPinnedPrefixes(self, request: Any, context: Any) -> Any:
+        return await _unary(self._scripts, "ListPinnedPrefixes", request, context, PINS)
+
     async def ResetPrefixCache(self, request: Any, context: Any) -> Any:
         response = manager_pb.ResetPrefixCacheResponse(blocks_forgotten=4)
         return await _unary(self._scripts, "ResetPrefixCache", request, context, response)
@@ -239,7 +249,14 @@ STATS = manager_pb.GetStatsResponse(
     uptime_seconds=12.5,
     state=manager_pb.MANAGER_STATE_SERVING,
     pool=manager_pb.PoolStats(
-        block_size=16, num_blocks=10, free_blocks=6, cached_blocks=5, kv_epoch=9, num_host_blocks=20, used_host_blocks=7
+        block_size=16,
+        num_blocks=10,
+        free_blocks=6,
+        cached_blocks=5,
+        kv_epoch=9,
+        num_host_blocks=20,
+        used_host_blocks=7,
+        pinned_blocks=2,
     ),
     requests_waiting=1,
     requests_running=2,
@@ -278,6 +295,13 @@ BLOCKS = [
     manager_pb.BlockInfo(block_id=4, ref_cnt=0, block_hash=b"\x03" * 16),
     manager_pb.BlockInfo(block_id=70, ref_cnt=0),
 ]
+PINS = manager_pb.ListPinnedPrefixesResponse(
+    pins=[
+        manager_pb.PinnedPrefix(name="system", num_tokens=70, num_blocks=4, held_blocks=3),
+        manager_pb.PinnedPrefix(name="[b]", num_tokens=16, num_blocks=1, held_blocks=1),
+    ],
+    max_blocks=25,
+)
 TRACE = manager_pb.TraceBlockResponse(
     records=[
         manager_pb.BlockRecord(order=3, moment=manager_pb.BLOCK_MOMENT_ALLOCATED, request_id="r1"),

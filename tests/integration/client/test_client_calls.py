@@ -15,8 +15,11 @@ from typing import Any
 import grpc
 import kvplane_client._loop_thread
 import kvplane_client.client
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2
+from kvplane.kvmanager.v1 import inference_service_pb2 as pb
+from kvplane.kvmanager.v1 import kv_manager_service_pb2 as manager_pb
 from kvplane_client import (
     AsyncClient,
     BlockFilter,
@@ -29,7 +32,9 @@ from kvplane_client import (
     KvCacheIndex,
     KvPlaneError,
     ManagerState,
+    NotFoundError,
     OutOfRangeError,
+    PinnedPrefix,
     PoolStats,
     RequestCancelledError,
     RequestStatus,
@@ -53,7 +58,7 @@ async def test_get_stats_returns_plain_values(client: AsyncClient) -> None:
     stats = await client.get_stats()
 
     assert stats.state is ManagerState.SERVING
-    assert stats.pool == PoolStats(16, 10, 6, 5, 9, 20, 7)
+    assert stats.pool == PoolStats(16, 10, 6, 5, 9, 20, 7, 2)
     assert (stats.swapped_out, stats.swapped_in, stats.settings.preemption_mode) == (4, 3, "swap")
     assert stats.requests_finished == {"stop": 3, "length": 1}
     assert (stats.settings.policy, stats.settings.max_waiting) == ("fcfs", 64)
@@ -139,6 +144,23 @@ async def test_list_executors_and_reset_prefix_cache(client: AsyncClient, manage
         await client.reset_prefix_cache()
 
 
+async def test_pins_are_made_listed_and_unmade(client: AsyncClient, manager: ScriptedManager) -> None:
+    pinned = await client.pin_prefix("system", np.array([1, 2], np.int64), cache_salt="s", tenant="t")
+    assert pinned == PinnedPrefix("system", num_tokens=70, num_blocks=4, held_blocks=3)
+    assert manager.scripts.of("PinPrefix") == [
+        manager_pb.PinPrefixRequest(name="system", token_ids=pb.TokenIds(ids=[1, 2]), cache_salt="s", tenant="t")
+    ]
+    everything = await client.list_pinned_prefixes()
+    assert (everything.max_blocks, [one.name for one in everything.pins]) == (25, ["system", "[b]"])
+    await client.unpin_prefix("system")
+    manager.scripts.unary["UnpinPrefix"] = [fail(grpc.StatusCode.NOT_FOUND, "no pin", "PIN_NOT_FOUND")]
+    with pytest.raises(NotFoundError, match="no pin"):
+        await client.unpin_prefix("system")
+    for bad in (b"ab", 7, {"a": 1}, [1, "x"]):
+        with pytest.raises(InvalidArgumentError, match="prefix: expected"):
+            await client.pin_prefix("system", bad)  # type: ignore[arg-type]
+
+
 async def test_unary_call_is_retried_on_unavailable_only(client: AsyncClient, manager: ScriptedManager) -> None:
     unavailable = fail(grpc.StatusCode.UNAVAILABLE, "starting", "STARTING")
     manager.scripts.unary["GetModel"] = [unavailable, unavailable, partial(succeed_with, MODEL)]
@@ -198,6 +220,9 @@ def test_sync_client_offers_every_call(threaded_manager: ThreadedManager) -> Non
         assert [info.request_id for info in client.list_requests()] == ["r0", "r1", "r2", "r3", "r4"]
         assert len(list(client.list_blocks(BlockFilter.FREE))) == 2
         assert client.reset_prefix_cache() == 4
+        assert client.pin_prefix("system", "Be brief.").held_blocks == 3
+        assert client.list_pinned_prefixes().max_blocks == 25
+        client.unpin_prefix("system")
         assert len(client.list_executors()) == 1
         client.abort("x")
     with pytest.raises(FailedPreconditionError, match="closed"):

@@ -18,6 +18,7 @@ import grpc
 import pytest
 from kvplane.common.v1 import common_pb2
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
+from kvplane.kvmanager.v1 import kv_manager_service_pb2 as manager_pb
 from kvplane_client.cli.main import app
 from scripted_manager import TEXT, ThreadedManager, answer, break_after, fail, failing_stream, hang_after, succeed_with
 from typer.main import get_command
@@ -85,7 +86,8 @@ def test_generate_passes_every_flag(cli: Cli, threaded_manager: ThreadedManager)
         "0.25", "--repetition-penalty", "1.5", "--presence-penalty", "0.5", "--frequency-penalty", "-0.5",
         "--logit-bias", "3:-1.5", "--seed", "11", "--logprobs", "2", "-n", "5", "--min-tokens", "1", "--stop", "x",
         "--stop", "y", "--stop-token-id", "9", "--ignore-eos", "--include-stop", "--priority", "-2",
-        "--retention-priority", "9", "--cache-salt", "salt", "--tenant", "t", "--request-id", "r", "--deadline", "60",
+        "--retention-priority", "9", "--retention", ":512=80", "--retention", "512:=-10/1.5", "--retention",
+        "decode=3/60", "--cache-salt", "salt", "--tenant", "t", "--request-id", "r", "--deadline", "60",
         "--usage",
     )  # fmt: skip
 
@@ -103,9 +105,68 @@ def test_generate_passes_every_flag(cli: Cli, threaded_manager: ThreadedManager)
             max_tokens=5, min_tokens=1, stop=["x", "y"], stop_token_ids=[9], ignore_eos=True, include_stop=True
         ),
         priority=-2, retention_priority=9, cache_salt="salt", tenant="t",
+        retention=pb.Retention(
+            ranges=[
+                pb.RetentionRange(start=0, stop=512, level=pb.RetentionLevel(priority=80)),
+                pb.RetentionRange(start=512, level=pb.RetentionLevel(priority=-10, duration_ms=1_500)),
+            ],
+            decode=pb.RetentionLevel(priority=3, duration_ms=60_000),
+        ),
     )  # fmt: skip
     assert threaded_manager.scripts.of("Generate") == [expected]
     assert "length · 7 prompt tokens (3 cached) · 5 completion tokens · r" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "item", ["512=80", ":512", ":512=", ":512=high", "a:b=1", "decode=", "decode=1/", "decode=1/soon", "=5"]
+)
+def test_generate_bad_retention_is_wrong_usage(cli: Cli, threaded_manager: ThreadedManager, item: str) -> None:
+    result = cli("generate", "hello", "--retention", item)
+
+    assert result.exit_code == 2
+    assert "START:STOP=PRIORITY" in " ".join(result.stderr.split())
+    assert threaded_manager.scripts.of("Generate") == []
+
+
+def test_generate_retention_that_no_request_can_carry_is_wrong_usage(cli: Cli) -> None:
+    twice = cli("generate", "hello", "--retention", "decode=1", "--retention", "decode=2")
+    below = cli("generate", "hello", "--retention", "decode=1/-5")
+
+    assert (twice.exit_code, below.exit_code) == (2, 2)
+    assert "SECONDS above 0" in " ".join(below.stderr.replace("│", " ").split())
+
+
+def test_pin_takes_text_from_argument_or_stdin_or_token_ids(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    first = cli("pin", "system", "Be brief.", "--cache-salt", "s", "--tenant", "t")
+    assert cli("pin", "system", stdin="from a pipe").exit_code == 0
+    (document,) = lines(cli("pin", "system", "--token-ids", "1,2 3", "--json"))
+
+    assert first.stdout == ("pinned system: 70 tokens, 4 full blocks, 3 held; the rest once a request computes it\n")
+    assert document == {"name": "system", "num_tokens": 70, "num_blocks": 4, "held_blocks": 3}
+    assert threaded_manager.scripts.of("PinPrefix") == [
+        manager_pb.PinPrefixRequest(name="system", text="Be brief.", cache_salt="s", tenant="t"),
+        manager_pb.PinPrefixRequest(name="system", text="from a pipe"),
+        manager_pb.PinPrefixRequest(name="system", token_ids=pb.TokenIds(ids=[1, 2, 3])),
+    ]
+    assert cli("pin", "system", "text", "--token-ids", "1").exit_code == 2
+    assert cli("pin", "system", stdin="").exit_code == 2
+
+
+def test_unpin_and_pins(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    assert cli("unpin", "system").stdout == "unpinned system\n"
+    assert lines(cli("unpin", "system", "--json")) == [{"unpinned": "system"}]
+    assert [one.name for one in threaded_manager.scripts.of("UnpinPrefix")] == ["system", "system"]
+    plain, (document,) = cli("pins"), lines(cli("pins", "--json"))
+    assert [line.split() for line in plain.stdout.splitlines()[1:3]] == [
+        ["system", "70", "4", "3"], ["[b]", "16", "1", "1"],
+    ]  # fmt: skip
+    assert "25 blocks in all" in plain.stdout
+    assert (document["max_blocks"], document["pins"][1]["name"]) == (25, "[b]")
+    nothing = manager_pb.ListPinnedPrefixesResponse(max_blocks=25)
+    threaded_manager.scripts.unary["ListPinnedPrefixes"] = [
+        lambda request, context: succeed_with(nothing, request, context)
+    ]
+    assert cli("pins").stdout == "nothing is pinned; pins may name 25 blocks\n"
 
 
 def test_generate_takes_token_ids(cli: Cli, threaded_manager: ThreadedManager) -> None:
@@ -265,6 +326,14 @@ def test_wrong_usage_exits_with_2(cli: Cli, arguments: list[str]) -> None:
         (["--logit-bias", "3:101"], 'ID:X such as "42:-5"', "'3:101'"),
         (["--priority", str(2**31)], "a whole number, -2147483648 to 2147483647", str(2**31)),
         (["--retention-priority", "101"], "a whole number, -100 to 100", "101"),
+        (["--retention", "512=80"], "START:STOP=PRIORITY or decode=PRIORITY", "'512=80'"),
+        (["--retention", ":4=101"], "START:STOP=PRIORITY or decode=PRIORITY", "':4=101'"),
+        (["--retention", "4:4=1"], "START:STOP=PRIORITY or decode=PRIORITY", "'4:4=1'"),
+        (["--retention", "-4:4=1"], "START:STOP=PRIORITY or decode=PRIORITY", "'-4:4=1'"),
+        (["--retention", "decode=1/nan"], "START:STOP=PRIORITY or decode=PRIORITY", "'decode=1/nan'"),
+        (["--retention", "decode=1/2147484"], "START:STOP=PRIORITY or decode=PRIORITY", "'decode=1/2147484'"),
+        (["--retention", "decode=1"] * 2, "decode= once", "'decode=1'"),
+        (["--retention", ":4=1"] * 65, "at most 64 ranges", "65"),
         (["--cache-salt", "x" * 257], "0 to 256 characters", "257"),
         (["--tenant", "x" * 257], "0 to 256 characters", "257"),
         (["--deadline", "0"], "a number, above 0", "0.0"),
@@ -333,12 +402,12 @@ def test_generate_that_ends_at_the_default_limit_says_so(cli: Cli, threaded_mana
 def test_stats_shows_the_pool_and_prints_json(cli: Cli) -> None:
     plain, (document,) = cli("stats"), lines(cli("stats", "--json"))
 
-    assert "4 of 10 used (40%), 5 cached, 16 tokens each" in plain.stdout
+    assert "4 of 10 used (40%), 5 cached, 2 pinned, 16 tokens each" in plain.stdout
     assert "25 of 100 prompt tokens found (25%)" in plain.stdout
     assert document["state"] == "serving"
     assert document["pool"] == {
         "block_size": 16, "num_blocks": 10, "free_blocks": 6, "cached_blocks": 5, "kv_epoch": 9, "num_host_blocks": 20,
-        "used_host_blocks": 7,
+        "used_host_blocks": 7, "pinned_blocks": 2,
     }  # fmt: skip
     assert (document["swapped_out"], document["settings"]["preemption_mode"]) == (4, "swap")
     assert "6, and 2 rescheduled; 4 swapped out, 3 in, 7 of 20 host blocks used" in plain.stdout
@@ -617,7 +686,7 @@ def test_chat_passes_every_flag(cli: Cli, threaded_manager: ThreadedManager) -> 
     result = cli(
         "chat", "-t", "0", "--logit-bias", "3:-1.5", "--logprobs", "2", "-n", "5", "--min-tokens", "1",
         "--stop-token-id", "9", "--ignore-eos", "--include-stop", "--priority", "-2", "--retention-priority", "9",
-        "--cache-salt", "salt", "--tenant", "t", "--deadline", "60", "--usage", stdin="hi",
+        "--retention", "decode=3", "--cache-salt", "salt", "--tenant", "t", "--deadline", "60", "--usage", stdin="hi",
     )  # fmt: skip
 
     assert result.exit_code == 0, result.stderr
@@ -630,6 +699,7 @@ def test_chat_passes_every_flag(cli: Cli, threaded_manager: ThreadedManager) -> 
             max_tokens=5, min_tokens=1, stop_token_ids=[9], ignore_eos=True, include_stop=True
         ),
         priority=-2, retention_priority=9, cache_salt="salt", tenant="t",
+        retention=pb.Retention(decode=pb.RetentionLevel(priority=3)),
     )  # fmt: skip
     assert "5 completion tokens" in result.stderr
 

@@ -23,6 +23,9 @@ from kvplane_client import (
     NotFoundError,
     RequestCancelledError,
     ResourceExhaustedError,
+    Retention,
+    RetentionLevel,
+    RetentionRange,
     RetryPolicy,
     UnavailableError,
     Usage,
@@ -60,6 +63,7 @@ async def test_generate_sends_every_parameter(client: AsyncClient, manager: Scri
         frequency_penalty=-0.5, logit_bias={3: -1.5}, seed=2**63, logprobs=2, max_tokens=5, min_tokens=1,
         stop=["x", "y"], stop_token_ids=[9], ignore_eos=True, include_stop=True,
         priority=-2, retention_priority=9, cache_salt="salt", tenant="t", request_id="r",
+        retention=Retention((RetentionRange(RetentionLevel(7, 0.0001), 3),), RetentionLevel(-7)),
     )  # fmt: skip
 
     expected = pb.GenerateRequest(
@@ -72,6 +76,10 @@ async def test_generate_sends_every_parameter(client: AsyncClient, manager: Scri
             max_tokens=5, min_tokens=1, stop=["x", "y"], stop_token_ids=[9], ignore_eos=True, include_stop=True
         ),
         priority=-2, retention_priority=9, cache_salt="salt", tenant="t",
+        retention=pb.Retention(
+            ranges=[pb.RetentionRange(start=3, level=pb.RetentionLevel(priority=7, duration_ms=1))],
+            decode=pb.RetentionLevel(priority=-7),
+        ),
     )  # fmt: skip
     assert manager.scripts.of("Generate") == [expected]
     assert completion.token_ids == tuple(DATA[:5])

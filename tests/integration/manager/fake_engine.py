@@ -17,7 +17,8 @@ from kvplane.kvmanager.v1 import (
 
 from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.block import BlockContent
-from kvmanager_service.core.errors import CoreError, DuplicateRequestError, UnknownRequestError
+from kvmanager_service.core.errors import CoreError, DuplicateRequestError, UnknownPinError, UnknownRequestError
+from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import FinishReason, NewRequest, RequestOutput
 from kvmanager_service.engine_api import (
     BlockTrace,
@@ -26,6 +27,8 @@ from kvmanager_service.engine_api import (
     ManagerState,
     ModelView,
     OutputSink,
+    PinsView,
+    PinView,
     RequestView,
 )
 from kvmanager_service.errors import UnavailableError
@@ -48,6 +51,7 @@ class FakeEngine:
     trace: BlockTrace = field(default_factory=lambda: BlockTrace((), 0))
     events: KvEvents = field(default_factory=lambda: KvEvents(8))
     snapshot: list[tuple[int, BlockContent]] = field(default_factory=list)
+    pinned: dict[str, PinnedPrefix] = field(default_factory=dict)
     stats_value: EngineStats = field(default_factory=lambda: EngineStats(1.5, ManagerState.SERVING))
 
     def check_open(self) -> None:
@@ -98,6 +102,23 @@ class FakeEngine:
         if self.block_views is None:
             raise UnavailableError("NO_EXECUTOR", "expected a block pool, got none yet")
         return self.block_views
+
+    def pin_prefix(self, pin: PinnedPrefix) -> PinView:
+        self._check()
+        self.pinned[pin.name] = pin
+        return self.pinned_prefixes().pins[-1]
+
+    def unpin_prefix(self, name: str) -> None:
+        if name not in self.pinned:
+            raise UnknownPinError("PIN_NOT_FOUND", "expected a pin", name=name)
+        del self.pinned[name]
+
+    def pinned_prefixes(self) -> PinsView:
+        """Each pin names four blocks more than the one before, and holds all but one."""
+        return PinsView(
+            [PinView(name, pin.num_tokens, 4 * index, 4 * index - 1) for index, (name, pin) in
+             enumerate(self.pinned.items(), start=1)], 20,
+        )  # fmt: skip
 
     def reset_prefix_cache(self) -> int:
         self._check()

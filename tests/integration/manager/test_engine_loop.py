@@ -18,9 +18,10 @@ from kvplane.kvmanager.v1.kv_manager_service_pb2 import GetStatsRequest
 
 from kvmanager_service import executor_life
 from kvmanager_service.config import ManagerConfig
-from kvmanager_service.core.errors import InvalidRequestError, PoolExhaustedError
+from kvmanager_service.core.errors import InvalidRequestError, PinLimitError, PoolExhaustedError
+from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import FinishReason
-from kvmanager_service.engine_api import ManagerState, StopMatch, TenantView
+from kvmanager_service.engine_api import ManagerState, PinsView, PinView, StopMatch, TenantView
 from kvmanager_service.engine_loop import WHY_UNAVAILABLE, EngineLoop
 from kvmanager_service.errors import ExecutorRejectedError, PreconditionError, UnavailableError
 from kvmanager_service.executor_client import ExecutorConnection, ExecutorLostError, StepStream
@@ -28,7 +29,7 @@ from kvmanager_service.registry import ExecutorRegistry
 from kvmanager_service.server import Health, ManagerServer
 from tests.integration.manager.fake_engine import until
 from tests.integration.manager.scripted_executor import ScriptedExecutor, Sink, Split, model_info, running_split
-from tests.unit.core.builders import make_new
+from tests.unit.core.builders import make_new, token_bytes
 from tests.unit.manager.manager_builders import generate_request
 
 TYPE = pb.KV_GROUP_TYPE_FULL_ATTENTION
@@ -107,6 +108,53 @@ async def test_engine_block_trace_tells_what_is_kept_and_what_to_do_where_nothin
         await serving(split)
         with pytest.raises(PreconditionError, match="--block-history"):
             split.engine.block_trace(1)
+
+
+async def test_engine_pin_outlives_the_executor_and_takes_hold_again() -> None:
+    """Pinned before anything is computed, held when it is, lost with the cache, held again when it is computed anew."""
+    pin = PinnedPrefix("system", token_bytes(range(9)))
+
+    async def run(split: Split, request_id: str) -> None:
+        sink = Sink()
+        split.engine.submit(make_new(request_id, range(12), max_tokens=1), sink)
+        await until(lambda: sink.last is not None)
+
+    async with running_split(ScriptedExecutor(), max_pinned_fraction=0.2) as split:
+        assert split.engine.pinned_prefixes() == PinsView()
+        with pytest.raises(UnavailableError):
+            split.engine.unpin_prefix("system")
+        await serving(split)
+        assert split.engine.pin_prefix(pin) == PinView("system", 9, 2, 0)
+        await run(split, "a")
+        assert split.engine.pinned_prefixes() == PinsView([PinView("system", 9, 2, 2)], 2)
+        pool = split.engine.stats().pool
+        assert pool is not None
+        assert (pool.free_blocks, pool.pinned_blocks) == (8, 2)
+        with pytest.raises(PinLimitError):
+            split.engine.pin_prefix(PinnedPrefix("more", token_bytes(range(50, 54))))
+
+        split.executor.compute.clear()
+        split.executor.streams_to_lose = 1
+        split.executor.kv_cache = pb.KvCacheState(kv_epoch=2, num_blocks=31, block_size=4)
+        sink = Sink()
+        split.engine.submit(make_new("lost", 30, max_tokens=1), sink)
+        split.executor.compute.set()
+        await until(lambda: sink.last is not None)
+        assert split.engine.pinned_prefixes() == PinsView([PinView("system", 9, 2, 0)], 6)
+        await run(split, "b")
+        assert split.engine.pinned_prefixes().pins == [PinView("system", 9, 2, 2)]
+        split.engine.unpin_prefix("system")
+        pool = split.engine.stats().pool
+        assert pool is not None
+        assert (pool.free_blocks, pool.pinned_blocks) == (30, 0)
+        assert split.engine.stats().state is ManagerState.SERVING
+
+
+async def test_engine_pin_where_nothing_is_cached_says_so() -> None:
+    async with running_split(ScriptedExecutor(), enable_prefix_caching=False) as split:
+        await serving(split)
+        with pytest.raises(PreconditionError, match="--no-enable-prefix-caching"):
+            split.engine.pin_prefix(PinnedPrefix("system", token_bytes(range(9))))
 
 
 def test_engine_every_state_but_serving_has_something_to_tell() -> None:

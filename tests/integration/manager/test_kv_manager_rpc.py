@@ -8,8 +8,11 @@ import grpc
 import pytest
 from kvplane.common.v1 import common_pb2
 from kvplane.kvmanager.v1 import kv_manager_service_pb2 as pb
+from kvplane.kvmanager.v1.inference_service_pb2 import TokenIds
 
 from kvmanager_service.core.block_history import BlockMoment, BlockRecord
+from kvmanager_service.core.errors import PinLimitError
+from kvmanager_service.core.extra_keys import request_keys
 from kvmanager_service.core.request import FinishReason, RequestStatus
 from kvmanager_service.engine_api import (
     BlockTrace,
@@ -21,6 +24,8 @@ from kvmanager_service.engine_api import (
     TenantView,
 )
 from tests.integration.manager.fake_engine import Manager
+from tests.unit.core.builders import token_bytes
+from tests.unit.manager.manager_builders import model_view
 
 
 def view(request_id: str, arrival: float, **changes: Any) -> RequestView:
@@ -65,6 +70,7 @@ async def test_get_stats_carries_every_field(manager: Manager) -> None:
         kv_epoch=2**63,
         num_host_blocks=40,
         used_host_blocks=3,
+        pinned_blocks=5,
     )
     tenants = [TenantView("b", 1, 2, 3.5), TenantView("", 4, 5, 0.0)]
     manager.engine.stats_value = EngineStats(1.5, ManagerState.DRAINING, pool, **counters, tenants=tenants)  # type: ignore[arg-type]
@@ -253,3 +259,74 @@ async def test_list_requests_bad_page_is_invalid_argument(manager: Manager, chan
 
 async def test_reset_prefix_cache_tells_how_many(manager: Manager) -> None:
     assert (await manager.kv.ResetPrefixCache(pb.ResetPrefixCacheRequest())).blocks_forgotten == 7
+
+
+async def test_pin_prefix_of_token_ids_text_and_salt_arrives_and_is_listed(manager: Manager) -> None:
+    by_ids = pb.PinPrefixRequest(name="ids", token_ids=TokenIds(ids=[5, 6, 7]), cache_salt="s", tenant="t")
+    by_text = pb.PinPrefixRequest(name="text", text="hello")
+    first = await manager.kv.PinPrefix(by_ids)
+    await manager.kv.PinPrefix(by_text)
+    assert first.pin == pb.PinnedPrefix(name="ids", num_tokens=3, num_blocks=4, held_blocks=3)
+    pinned = manager.engine.pinned
+    assert pinned["ids"].token_bytes == token_bytes([5, 6, 7])
+    assert pinned["ids"].extra_keys == request_keys("s", None, None), "a tenant counts only where tenants are isolated"
+    assert manager.engine.model_view is not None
+    text = manager.engine.model_view.text
+    assert text is not None
+    assert pinned["text"].token_bytes == (await text.encode_text("hello", 128)).tobytes()
+    listed = await manager.kv.ListPinnedPrefixes(pb.ListPinnedPrefixesRequest())
+    assert (listed.max_blocks, [pin.name for pin in listed.pins]) == (20, ["ids", "text"])
+    assert (listed.pins[1].num_blocks, listed.pins[1].held_blocks) == (8, 7)
+
+
+async def test_unpin_prefix_lets_go_and_a_name_without_a_pin_is_not_found(manager: Manager) -> None:
+    await manager.kv.PinPrefix(pb.PinPrefixRequest(name="ids", token_ids=TokenIds(ids=[5])))
+    await manager.kv.UnpinPrefix(pb.UnpinPrefixRequest(name="ids"))
+    assert manager.engine.pinned == {}
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await manager.kv.UnpinPrefix(pb.UnpinPrefixRequest(name="ids"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"name": ""}, "name"),
+        ({"name": "x" * 257}, "name"),
+        ({"cache_salt": "x" * 257}, "cache_salt"),
+        ({"tenant": "x" * 257}, "tenant"),
+        ({"token_ids": TokenIds(ids=[610])}, "prefix"),
+        ({"token_ids": TokenIds(ids=[-1])}, "prefix"),
+        ({"token_ids": TokenIds()}, "prefix"),
+        ({"token_ids": TokenIds(ids=[1] * 128)}, "prefix"),
+        ({"token_ids": None}, "prefix"),
+    ],
+)
+async def test_pin_prefix_bad_field_is_invalid_argument(manager: Manager, changes: dict[str, Any], field: str) -> None:
+    request = pb.PinPrefixRequest(**({"name": "a", "token_ids": TokenIds(ids=[5])} | changes))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await manager.kv.PinPrefix(request)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (caught.value.details() or "").startswith(f"{field}: expected")
+    assert manager.engine.pinned == {}
+
+
+async def test_unpin_prefix_name_too_long_to_be_repeated_is_invalid_argument(manager: Manager) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await manager.kv.UnpinPrefix(pb.UnpinPrefixRequest(name="x" * 257))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_pin_prefix_text_without_a_tokenizer_is_a_failed_precondition(manager: Manager) -> None:
+    manager.engine.model_view = model_view(None)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await manager.kv.PinPrefix(pb.PinPrefixRequest(name="a", text="hello"))
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_pin_prefix_refused_by_the_engine_says_why(manager: Manager) -> None:
+    manager.engine.refuse = PinLimitError("PIN_LIMIT", "expected fewer blocks", limit=3)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await manager.kv.PinPrefix(pb.PinPrefixRequest(name="a", token_ids=TokenIds(ids=[5])))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert caught.value.details() == "expected fewer blocks"

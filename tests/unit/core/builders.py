@@ -10,11 +10,13 @@ from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import HashFunction, default_hash
 from kvmanager_service.core.block_history import BlockHistory
 from kvmanager_service.core.errors import RowFailedError
+from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY
 from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan
 from kvmanager_service.core.kv_cache_coordinator import KVCache, KVCacheCoordinator
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.kv_groups import KVGroup
 from kvmanager_service.core.request import NewRequest, Request, RequestOutput, SamplingParams, StopRules, TokenLogprobs
+from kvmanager_service.core.retention import RetentionRange
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import Step, StepResult
@@ -47,6 +49,7 @@ def make_new(
     lora: LoraAdapter | None = None,
     spans: Sequence[PromptSpan] = (),
     retention_priority: int = 0,
+    retention: Iterable[RetentionRange] = (),
 ) -> NewRequest:
     """A request; a prompt given as a number is that many tokens, different for each request id."""
     if isinstance(prompt, int):
@@ -66,6 +69,7 @@ def make_new(
         lora=lora,
         spans=tuple(spans),
         retention_priority=retention_priority,
+        retention=tuple(retention),
     )
 
 
@@ -83,6 +87,7 @@ def make_kv(
     hash_function: HashFunction = default_hash,
     events: BlockEventLog | None = None,
     history: BlockHistory | None = None,
+    eviction_policy: str = DEFAULT_EVICTION_POLICY,
 ) -> KVCacheManager:
     """A KV cache manager; by default 10 blocks of 4 tokens."""
     return KVCacheManager(
@@ -92,6 +97,7 @@ def make_kv(
         hash_function=hash_function,
         events=events,
         history=history,
+        eviction_policy=eviction_policy,
     )
 
 
@@ -221,6 +227,7 @@ def make_coordinator(
     enable_caching: bool = True,
     hash_function: HashFunction = default_hash,
     events: BlockEventLog | None = None,
+    eviction_policy: str = DEFAULT_EVICTION_POLICY,
 ) -> KVCacheCoordinator:
     """A coordinator over groups; by default 50 blocks and chunks longer than any sequence of these tests."""
     return KVCacheCoordinator(
@@ -230,6 +237,7 @@ def make_coordinator(
         enable_caching=enable_caching,
         hash_function=hash_function,
         events=events,
+        eviction_policy=eviction_policy,
     )
 
 

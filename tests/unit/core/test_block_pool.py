@@ -307,7 +307,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.first_freed_at: dict[int, int] = {}  # the same, first with its present content
         self.overdue: set[int] = set()  # its turn came while it was referenced
         self.uses: dict[int, int] = {}
-        self.retention: dict[int, int] = {}
+        self.asked: dict[int, set[tuple[int, float]]] = {}  # (priority, duration; 0 without an end) still in force
+        self.clock = 0.0
+        self.free_since: dict[int, float] = {}  # by the clock
         self.refs: dict[int, int] = {}
         self.held: dict[int, str] = {}  # block id -> the content's name
         self.order: list[int] = []  # cached blocks, oldest first
@@ -328,7 +330,7 @@ class PoolMachine(RuleBasedStateMachine):
         if self.POLICY == "lfu":
             return (self.uses.get(block_id, 0), freed_at)
         if self.POLICY == "priority":
-            return (self.retention.get(block_id, -1000), freed_at)
+            return (max((priority for priority, _ in self.asked.get(block_id, ())), default=0), freed_at)
         if self.POLICY == "fifo":
             return (0, freed_at) if block_id in self.overdue else (1, self.first_freed_at[block_id])
         return (freed_at,)
@@ -336,7 +338,7 @@ class PoolMachine(RuleBasedStateMachine):
     def _uncache(self, block_id: int) -> None:
         if block_id in self.held and block_id not in self.refs:
             self.empty.insert(0, block_id)
-        for notes in (self.held, self.steps, self.uses, self.retention, self.first_freed_at):
+        for notes in (self.held, self.steps, self.uses, self.asked, self.first_freed_at):
             notes.pop(block_id, None)
         self.overdue.discard(block_id)
         if block_id in self.order:
@@ -372,6 +374,7 @@ class PoolMachine(RuleBasedStateMachine):
                 del self.refs[block_id]
                 self.time += 1
                 self.freed_at[block_id] = self.time
+                self.free_since[block_id] = self.clock
                 if block_id in self.held:
                     self.first_freed_at.setdefault(block_id, self.time)
                 else:
@@ -379,13 +382,28 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.free_blocks([self.pool.blocks[block_id] for block_id in chosen])
 
     @precondition(lambda self: self.refs)
-    @rule(data=st.data(), retention_priority=st.integers(-2, 2))
-    def note_use(self, data: st.DataObject, retention_priority: int) -> None:
+    @rule(data=st.data())
+    def note_use(self, data: st.DataObject) -> None:
         chosen = data.draw(st.lists(st.sampled_from(sorted(self.refs)), unique=True, max_size=4))
         for block_id in set(chosen) & set(self.held):
             self.uses[block_id] = self.uses.get(block_id, 0) + 1
-            self.retention[block_id] = max(retention_priority, self.retention.get(block_id, -1000))
-        self.pool.note_use([self.pool.blocks[block_id] for block_id in chosen], retention_priority)
+        self.pool.note_use([self.pool.blocks[block_id] for block_id in chosen])
+
+    @precondition(lambda self: self.refs)
+    @rule(data=st.data(), priority=st.integers(-2, 2), duration=st.sampled_from([0.0, 0.0, 1.0, 2.0, 5.0]))
+    def retain(self, data: st.DataObject, priority: int, duration: float) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.refs)), unique=True, max_size=4))
+        for block_id in set(chosen) & set(self.held):
+            self.asked.setdefault(block_id, set()).add((priority, duration))
+        self.pool.retain([self.pool.blocks[block_id] for block_id in chosen], priority, duration)
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 2.0, 7.0]))
+    def advance(self, seconds: float) -> None:
+        self.clock += seconds
+        for block_id in set(self.asked) - set(self.refs):
+            age = self.clock - self.free_since[block_id]
+            self.asked[block_id] = {one for one in self.asked[block_id] if not one[1] or age < one[1]}
+        self.pool.advance(self.clock)
 
     @precondition(lambda self: self.free)
     @rule(data=st.data())

@@ -1,12 +1,16 @@
 """What each policy is for; that it does exactly what it says is `test_block_pool`'s machine's to prove."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
+from kvmanager_service.core.block import KVCacheBlock
 from kvmanager_service.core.eviction_policies import EVICTION_POLICIES, LFUPolicy
+from kvmanager_service.core.eviction_policy import EvictionPolicy
+from kvmanager_service.core.free_block_queue import require_free
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.replay.options import parse
 from tests.unit.core.builders import block_ids, free_ids, make_request
 
 BLOCK_SIZE = 2
@@ -131,6 +135,58 @@ def test_lfu_a_block_hit_without_end_leaves_no_levels_behind() -> None:
     assert isinstance(policy, LFUPolicy)
     assert policy.num_levels == 1
     assert policy.num_heap_entries <= 2 + 64 + 1
+
+
+class MRUPolicy(EvictionPolicy):
+    """Most recently used first: what somebody else might write, the hooks it has no use for left out."""
+
+    def __init__(self, blocks: Iterable[KVCacheBlock]) -> None:
+        self._order = list(blocks)
+        self.num_free_blocks = len(self._order)
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        require_free(n, self.num_free_blocks)
+        taken, self._order = self._order[:n], self._order[n:]
+        self.num_free_blocks -= n
+        return taken
+
+    def remove(self, block: KVCacheBlock) -> None:
+        self._order.remove(block)
+        self.num_free_blocks -= 1
+
+    def append(self, block: KVCacheBlock) -> None:
+        self._order.insert(sum(other.content is None for other in self._order), block)
+        self.num_free_blocks += 1
+
+    def prepend(self, block: KVCacheBlock) -> None:
+        self._order.insert(0, block)
+        self.num_free_blocks += 1
+
+    def emptied(self, block: KVCacheBlock) -> None:
+        if block.ref_cnt == 0:
+            self.remove(block)
+            self.prepend(block)
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        return iter(self._order)
+
+
+@pytest.mark.patches_core
+def test_policy_of_somebody_else_needs_a_class_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EVICTION_POLICIES, "mru", MRUPolicy)
+    kv = make_kv("mru", num_blocks=4)
+    for prompt in (1, 2, 3):
+        run(kv, [prompt])
+    assert cached(kv, range(1, 4)) == {1, 3}
+    held = kv.get_computed_blocks(make_request(prompt=[1] * BLOCK_SIZE + [0]))
+    kv.pool.touch(held)
+    kv.pool.distrust(held)
+    kv.pool.free_blocks(held)
+    kv.pool.advance(5.0)
+    kv.check_integrity([])
+    assert cached(kv, range(1, 4)) == {3}
+    options = parse(["trace", "--num-blocks", "9", "--eviction-policy", "mru"])
+    assert options.eviction_policy == "mru", "the flag's choices come from the same line"
 
 
 @pytest.mark.parametrize("policy", ALL)

@@ -15,6 +15,7 @@ from kvmanager_service.core.errors import (
     PoolExhaustedError,
     UnknownRequestError,
 )
+from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY
 from kvmanager_service.core.extra_keys import LoraAdapter
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.sequence_pool import BlockShortage, SequencePool, TableChange
@@ -22,8 +23,8 @@ from kvmanager_service.core.sequence_pool import BlockShortage, SequencePool, Ta
 BLOCK = 4
 
 
-def make_pool(num_blocks: int = 9) -> SequencePool:
-    return SequencePool(KVCacheManager(num_blocks, BLOCK))
+def make_pool(num_blocks: int = 9, eviction_policy: str = DEFAULT_EVICTION_POLICY) -> SequencePool:
+    return SequencePool(KVCacheManager(num_blocks, BLOCK, eviction_policy=eviction_policy))
 
 
 def tokens(values: Sequence[int]) -> bytes:
@@ -50,6 +51,25 @@ def test_open_takes_blocks_for_the_tokens_and_nothing_is_cached() -> None:
     assert isinstance(change, TableChange)
     assert (change.first_block, change.num_computed_tokens, change.copies) == (0, 0, ())
     assert len(table(change)) == 3
+
+
+def test_sequences_ask_for_nothing_to_be_kept_longer() -> None:
+    """Under the policy that goes by what is asked, the order is that of LRU; forks and branches included."""
+    orders = []
+    for policy in ("priority", "lru"):
+        pool = make_pool(eviction_policy=policy)
+        opened(pool, "a", 8)
+        opened(pool, "b", 9)
+        pool.fork("a", "a2", 6)
+        pool.extend("a2", tokens([1, 2, 3]))
+        pool.commit("a2", 8)
+        for name in ("a", "b", "a2"):
+            pool.close(name)
+        pool.check_integrity()
+        free = pool.kv.pool.free_block_queue
+        orders.append([block.block_id for block in free if block.content is not None])
+    assert orders[0] == orders[1]
+    assert len(orders[0]) == 5
 
 
 def test_num_slots_reserves_ahead() -> None:

@@ -14,6 +14,7 @@ from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 from kvmanager_service.convert import check_request, to_new_request, to_sampling, token_array
 from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.core.request import NewRequest, SamplingParams
+from kvmanager_service.core.retention import END_OF_SEQUENCE, RetentionRange
 from kvmanager_service.errors import PreconditionError
 from tests.unit.manager.manager_builders import generate_request, int32s, model_view, text_model
 
@@ -33,6 +34,11 @@ def with_sampling(**values: Any) -> pb.GenerateRequest:
 
 def with_stopping(**values: Any) -> pb.GenerateRequest:
     return generate_request(stopping=pb.StoppingParams(**values))
+
+
+def with_range(**values: Any) -> pb.GenerateRequest:
+    """A prompt of one token, and what is asked for a range of it."""
+    return generate_request(1, retention=pb.Retention(ranges=[pb.RetentionRange(**values)]))
 
 
 def test_convert_all_absent_is_every_default() -> None:
@@ -61,6 +67,13 @@ def test_convert_all_set_arrives() -> None:
         stopping=pb.StoppingParams(max_tokens=8, min_tokens=2, stop_token_ids=[4], ignore_eos=True),
         priority=-3,
         retention_priority=100,
+        retention=pb.Retention(
+            ranges=[
+                pb.RetentionRange(stop=1, level=pb.RetentionLevel(priority=90, duration_ms=1_500)),
+                pb.RetentionRange(level=pb.RetentionLevel(priority=-4)),
+            ],
+            decode=pb.RetentionLevel(duration_ms=1),
+        ),
         cache_salt="s",
         tenant="t",
         resume_token_ids=pb.TokenIds(ids=[7, 8]),
@@ -69,6 +82,9 @@ def test_convert_all_set_arrives() -> None:
     assert new.sampling == SamplingParams(0.5, 3, 0.5, 0.25, 1.5, -2.0, 2.0, ((4, -100.0), (9, 1.5)), 0)
     assert (new.stop.max_tokens, new.stop.min_tokens, new.stop.stop_token_ids) == (8, 2, frozenset({4}))
     assert new.retention_priority == 100
+    assert new.retention == (
+        RetentionRange(0, 1, 90, 1.5), RetentionRange(0, 1, -4), RetentionRange(1, END_OF_SEQUENCE, 0, 0.001),
+    )  # fmt: skip
     assert (new.seed, new.priority, new.cache_salt, int32s(new.resumed)) == (2**64 - 1, -3, "s", [7, 8])
     assert new.tenant == "t"
     assert new.sampling is convert(request).sampling  # equal parameters are one object, found by identity
@@ -124,6 +140,17 @@ BAD = [
     (generate_request(request_id="x" * 257), "request_id"),
     (generate_request(cache_salt="x" * 257), "cache_salt"),
     (generate_request(tenant="x" * 257), "tenant"),
+    (with_range(start=-1), "retention.ranges.start"),
+    (with_range(start=1), "retention.ranges.start"),
+    (with_range(stop=0), "retention.ranges.stop"),
+    (with_range(stop=2), "retention.ranges.stop"),
+    (with_range(level=pb.RetentionLevel(priority=101)), "retention.ranges.level.priority"),
+    (with_range(level=pb.RetentionLevel(duration_ms=-1)), "retention.ranges.level.duration_ms"),
+    (generate_request(1, retention=pb.Retention(ranges=[pb.RetentionRange()] * 65)), "retention.ranges"),
+    (
+        generate_request(1, retention=pb.Retention(decode=pb.RetentionLevel(priority=-101))),
+        "retention.decode.priority",
+    ),
     (generate_request(retention_priority=101), "retention_priority"),
     (generate_request(retention_priority=-101), "retention_priority"),
     (generate_request(resume_token_ids=pb.TokenIds(ids=[610])), "resume_token_ids"),

@@ -22,6 +22,9 @@ from kvmanager_service.errors import (
 CODES = {
     core.InvalidRequestError: "INVALID_ARGUMENT",
     core.UnknownRequestError: "NOT_FOUND",
+    core.UnknownPinError: "NOT_FOUND",
+    core.DuplicatePinError: "ALREADY_EXISTS",
+    core.PinLimitError: "RESOURCE_EXHAUSTED",
     core.DuplicateRequestError: "ALREADY_EXISTS",
     core.QueueFullError: "RESOURCE_EXHAUSTED",
     core.PoolExhaustedError: "RESOURCE_EXHAUSTED",

@@ -2,11 +2,13 @@
 
 import random
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 
 from kvmanager_service.core.eviction_policies import EVICTION_POLICIES
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.retention import RetentionRange
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.replay.cost_model import CostModel
@@ -49,6 +51,15 @@ def test_timed_lone_request_has_a_token_a_step() -> None:
     assert list(found.token_gaps) == [1.0, 1.0]
     assert list(found.queue_times) == [0.0]
     assert (found.makespan, found.steps, found.output_tokens) == (3.0, 3, 3)
+
+
+@pytest.mark.parametrize(("late", "num_found"), [(50.0, 8), (80.0, 0)])
+def test_timed_durations_run_on_the_replays_clock(late: float, num_found: int) -> None:
+    """What is asked to be kept for a minute is found again before the minute is over."""
+    kept = replace(traced("a", 0.0, (1, 9), output=1), retention=(RetentionRange(0, 9, 90, 60.0),))
+    trace = [kept, traced("b", 10.0, (2, 9), output=1), traced("c", late, (3, 17), output=1)]
+    found = run([*trace, traced("d", late + 5.0, (1, 9), output=1)], num_blocks=8, eviction_policy="priority")
+    assert found.hit_tokens == num_found
 
 
 def test_timed_step_queued_ahead_takes_the_same_time() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvmanager_service.core.retention import END_OF_SEQUENCE, RetentionRange
 from kvmanager_service.replay.trace import FIRST_UNIQUE_TOKEN, TraceError, read_trace
 
 MOONCAKE = {"timestamp": 3000, "input_length": 700, "output_length": 5, "hash_ids": [4, 9]}
@@ -45,7 +46,13 @@ def test_kvplane_explicit_ids_and_shared_prefixes(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         {"arrival": 2, "prompt_token_ids": [7, 8, 7], "output_length": 1, "priority": -1},
-        KVPLANE | {"prefix": [["system", 10], ["user", 5]], "retention_priority": 9, "cache_salt": "s"},
+        KVPLANE
+        | {
+            "prefix": [["system", 10], ["user", 5]],
+            "retention_priority": 9,
+            "cache_salt": "s",
+            "retention": [[0, 10, 80, 60], [30, None, -5]],
+        },
         KVPLANE | {"prefix": [["system", 10], ["other", 20]]},
     )
     ids, first, second = read_trace(path)
@@ -55,6 +62,7 @@ def test_kvplane_explicit_ids_and_shared_prefixes(tmp_path: Path) -> None:
     assert second.parts == ((0, 10), (2, 20))
     new = first.to_new_request(1.0)
     assert (new.retention_priority, new.cache_salt, new.stop.max_tokens) == (9, "s", 5)
+    assert new.retention == (RetentionRange(0, 10, 80, 60.0), RetentionRange(30, END_OF_SEQUENCE, -5))
 
 
 def test_read_trace_limit_reads_no_further(tmp_path: Path) -> None:
@@ -92,6 +100,13 @@ def test_read_trace_limit_reads_no_further(tmp_path: Path) -> None:
         ((KVPLANE | {"prefix": [["system", 0]]},), 1, "length of prefix 'system'", "0"),
         ((KVPLANE | {"prefix": [["system", 31]]},), 1, "no longer than prompt_length", "1 tokens more"),
         ((KVPLANE | {"retention_priority": 101},), 1, "retention_priority: an integer in -100 to 100", "101"),
+        ((KVPLANE | {"retention": [[0, 4]]},), 1, "retention: lists of start, stop, priority", "[0, 4]"),
+        ((KVPLANE | {"retention": [[31, None, 0]]},), 1, "retention start: an integer in 0 to 30", "31"),
+        ((KVPLANE | {"retention": [[4, 4, 0]]},), 1, "retention stop: an integer in 5 to 30", "4"),
+        ((KVPLANE | {"retention": [[0, 31, 0]]},), 1, "retention stop: an integer in 1 to 30", "31"),
+        ((KVPLANE | {"retention": [[0, 4, 101]]},), 1, "retention priority: an integer in -100 to 100", "101"),
+        ((KVPLANE | {"retention": [[0, 4, 1, -1]]},), 1, "retention seconds: a number in 0", "-1"),
+        ((KVPLANE | {"retention": [[0, 4, 1]] * 65},), 1, "number of retention ranges", "65"),
         ((KVPLANE | {"cache_salt": 5},), 1, "cache_salt: a string", "5"),
     ],
 )  # fmt: skip

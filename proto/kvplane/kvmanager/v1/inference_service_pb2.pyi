@@ -37,6 +37,7 @@ class GenerateRequest(google.protobuf.message.Message):
     TENANT_FIELD_NUMBER: builtins.int
     RETENTION_PRIORITY_FIELD_NUMBER: builtins.int
     N_FIELD_NUMBER: builtins.int
+    RETENTION_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """request_id names the request, at most 256 characters. Empty lets the server choose one. An id that is waiting
     or running gets ALREADY_EXISTS.
@@ -94,6 +95,12 @@ class GenerateRequest(google.protobuf.message.Message):
         sampling at random, so that the continuation is that of the undisturbed stream.
         """
 
+    @property
+    def retention(self) -> Global___Retention:
+        """retention says the same for parts of the request, and for how long. What it leaves out has retention_priority. Absent
+        means retention_priority for all.
+        """
+
     def __init__(
         self,
         *,
@@ -109,16 +116,110 @@ class GenerateRequest(google.protobuf.message.Message):
         tenant: builtins.str = ...,
         retention_priority: builtins.int = ...,
         n: builtins.int = ...,
+        retention: Global___Retention | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["chat", b"chat", "prompt", b"prompt", "resume_token_ids", b"resume_token_ids", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["chat", b"chat", "prompt", b"prompt", "resume_token_ids", b"resume_token_ids", "retention", b"retention", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "retention_priority", b"retention_priority", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "retention", b"retention", "retention_priority", b"retention_priority", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: typing_extensions.TypeAlias = typing.Literal["text", "token_ids", "chat"]
     _WhichOneofArgType_prompt: typing_extensions.TypeAlias = typing.Literal["prompt", b"prompt"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
+
+@typing.final
+class Retention(google.protobuf.message.Message):
+    """Retention says how long which of a request's blocks are worth keeping. A block takes what each part that reaches into
+    it asks: where parts meet inside a block, or overlap, the highest priority counts while it lasts.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANGES_FIELD_NUMBER: builtins.int
+    DECODE_FIELD_NUMBER: builtins.int
+    @property
+    def ranges(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RetentionRange]:
+        """ranges are parts of the prompt, in any order, at most 64; INVALID_ARGUMENT beyond."""
+
+    @property
+    def decode(self) -> Global___RetentionLevel:
+        """decode is for the tokens that the request generates. Absent means retention_priority."""
+
+    def __init__(
+        self,
+        *,
+        ranges: collections.abc.Iterable[Global___RetentionRange] | None = ...,
+        decode: Global___RetentionLevel | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["decode", b"decode"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["decode", b"decode", "ranges", b"ranges"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Retention: typing_extensions.TypeAlias = Retention
+
+@typing.final
+class RetentionRange(google.protobuf.message.Message):
+    """RetentionRange is some tokens of the prompt, and how long their blocks are worth keeping."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    START_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
+    LEVEL_FIELD_NUMBER: builtins.int
+    start: builtins.int
+    """start is the position of the first token, in [0, prompt tokens); INVALID_ARGUMENT beyond."""
+    stop: builtins.int
+    """stop is the position after the last token, above start and at most the prompt's tokens; INVALID_ARGUMENT otherwise.
+    Absent means the end of the prompt.
+    """
+    @property
+    def level(self) -> Global___RetentionLevel:
+        """level is how long. Absent means a priority of 0 without an end."""
+
+    def __init__(
+        self,
+        *,
+        start: builtins.int = ...,
+        stop: builtins.int | None = ...,
+        level: Global___RetentionLevel | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_stop", b"_stop", "level", b"level", "stop", b"stop"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_stop", b"_stop", "level", b"level", "start", b"start", "stop", b"stop"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__stop: typing_extensions.TypeAlias = typing.Literal["stop"]
+    _WhichOneofArgType__stop: typing_extensions.TypeAlias = typing.Literal["_stop", b"_stop"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop) -> _WhichOneofReturnType__stop | None: ...
+
+Global___RetentionRange: typing_extensions.TypeAlias = RetentionRange
+
+@typing.final
+class RetentionLevel(google.protobuf.message.Message):
+    """RetentionLevel is a priority, and how long it holds."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PRIORITY_FIELD_NUMBER: builtins.int
+    DURATION_MS_FIELD_NUMBER: builtins.int
+    priority: builtins.int
+    """priority is as retention_priority, in [-100, 100]; INVALID_ARGUMENT beyond."""
+    duration_ms: builtins.int
+    """duration_ms is for how many milliseconds it holds after each use of the block: a block that has been free for that
+    long falls to what else is asked for it, or to priority 0. At least 0; INVALID_ARGUMENT below. 0 means for as long as
+    the block is cached.
+    """
+    def __init__(
+        self,
+        *,
+        priority: builtins.int = ...,
+        duration_ms: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["duration_ms", b"duration_ms", "priority", b"priority"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RetentionLevel: typing_extensions.TypeAlias = RetentionLevel
 
 @typing.final
 class TokenIds(google.protobuf.message.Message):

@@ -10,6 +10,7 @@ import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import kvplane.common.v1.common_pb2
+import kvplane.kvmanager.v1.inference_service_pb2
 import sys
 import typing
 
@@ -93,11 +94,11 @@ class _BlockFilterEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     BLOCK_FILTER_UNSPECIFIED: _BlockFilter.ValueType  # 0
     """BLOCK_FILTER_UNSPECIFIED selects all."""
     BLOCK_FILTER_USED: _BlockFilter.ValueType  # 1
-    """BLOCK_FILTER_USED selects blocks that a request references."""
+    """BLOCK_FILTER_USED selects blocks that a request or a pin references."""
     BLOCK_FILTER_CACHED: _BlockFilter.ValueType  # 2
     """BLOCK_FILTER_CACHED selects blocks that have a hash."""
     BLOCK_FILTER_FREE: _BlockFilter.ValueType  # 3
-    """BLOCK_FILTER_FREE selects blocks that no request references."""
+    """BLOCK_FILTER_FREE selects blocks that no request and no pin references."""
 
 class BlockFilter(_BlockFilter, metaclass=_BlockFilterEnumTypeWrapper):
     """BlockFilter selects blocks by state."""
@@ -105,11 +106,11 @@ class BlockFilter(_BlockFilter, metaclass=_BlockFilterEnumTypeWrapper):
 BLOCK_FILTER_UNSPECIFIED: BlockFilter.ValueType  # 0
 """BLOCK_FILTER_UNSPECIFIED selects all."""
 BLOCK_FILTER_USED: BlockFilter.ValueType  # 1
-"""BLOCK_FILTER_USED selects blocks that a request references."""
+"""BLOCK_FILTER_USED selects blocks that a request or a pin references."""
 BLOCK_FILTER_CACHED: BlockFilter.ValueType  # 2
 """BLOCK_FILTER_CACHED selects blocks that have a hash."""
 BLOCK_FILTER_FREE: BlockFilter.ValueType  # 3
-"""BLOCK_FILTER_FREE selects blocks that no request references."""
+"""BLOCK_FILTER_FREE selects blocks that no request and no pin references."""
 Global___BlockFilter: typing_extensions.TypeAlias = BlockFilter
 
 class _BlockMoment:
@@ -358,12 +359,13 @@ class PoolStats(google.protobuf.message.Message):
     KV_EPOCH_FIELD_NUMBER: builtins.int
     NUM_HOST_BLOCKS_FIELD_NUMBER: builtins.int
     USED_HOST_BLOCKS_FIELD_NUMBER: builtins.int
+    PINNED_BLOCKS_FIELD_NUMBER: builtins.int
     block_size: builtins.int
     """block_size is tokens per block."""
     num_blocks: builtins.int
     """num_blocks is the number of usable blocks, the null block not counted."""
     free_blocks: builtins.int
-    """free_blocks is how many blocks no request references."""
+    """free_blocks is how many blocks no request and no pin references."""
     cached_blocks: builtins.int
     """cached_blocks is how many blocks have a hash, free or in use."""
     kv_epoch: builtins.int
@@ -372,6 +374,8 @@ class PoolStats(google.protobuf.message.Message):
     """num_host_blocks is the number of blocks in host memory that the manager swaps to. 0 means that it does not."""
     used_host_blocks: builtins.int
     """used_host_blocks is how many of them hold blocks of preempted requests, or are being copied from or to."""
+    pinned_blocks: builtins.int
+    """pinned_blocks is how many blocks pins hold."""
     def __init__(
         self,
         *,
@@ -382,8 +386,9 @@ class PoolStats(google.protobuf.message.Message):
         kv_epoch: builtins.int = ...,
         num_host_blocks: builtins.int = ...,
         used_host_blocks: builtins.int = ...,
+        pinned_blocks: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "kv_epoch", b"kv_epoch", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "used_host_blocks", b"used_host_blocks"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "kv_epoch", b"kv_epoch", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "pinned_blocks", b"pinned_blocks", "used_host_blocks", b"used_host_blocks"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PoolStats: typing_extensions.TypeAlias = PoolStats
@@ -637,7 +642,7 @@ class BlockInfo(google.protobuf.message.Message):
     block_id: builtins.int
     """block_id is the block's index in the executor's cache. 0 is the null block and never listed."""
     ref_cnt: builtins.int
-    """ref_cnt is how many requests reference the block. 0 means it is in the free queue."""
+    """ref_cnt is how many requests and pins reference the block. 0 means it is in the free queue."""
     block_hash: builtins.bytes
     """block_hash is the 16-byte chain hash of a full, cached block. Empty means none."""
     provisional: builtins.bool
@@ -943,6 +948,174 @@ class KvCacheCleared(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___KvCacheCleared: typing_extensions.TypeAlias = KvCacheCleared
+
+@typing.final
+class PinPrefixRequest(google.protobuf.message.Message):
+    """PinPrefixRequest names a prefix."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """name names the pin, 1 to 256 characters."""
+    text: builtins.str
+    """text is tokenised as GenerateRequest.text is."""
+    cache_salt: builtins.str
+    """cache_salt is that of the requests which share the prefix, at most 256 characters."""
+    tenant: builtins.str
+    """tenant is that of the requests which share the prefix, at most 256 characters. It counts only where the manager
+    isolates tenants.
+    """
+    @property
+    def token_ids(self) -> kvplane.kvmanager.v1.inference_service_pb2.TokenIds:
+        """token_ids is used as it stands, each in [0, vocab_size)."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        text: builtins.str = ...,
+        token_ids: kvplane.kvmanager.v1.inference_service_pb2.TokenIds | None = ...,
+        cache_salt: builtins.str = ...,
+        tenant: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["prefix", b"prefix", "text", b"text", "token_ids", b"token_ids"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "name", b"name", "prefix", b"prefix", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_prefix: typing_extensions.TypeAlias = typing.Literal["text", "token_ids"]
+    _WhichOneofArgType_prefix: typing_extensions.TypeAlias = typing.Literal["prefix", b"prefix"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_prefix) -> _WhichOneofReturnType_prefix | None: ...
+
+Global___PinPrefixRequest: typing_extensions.TypeAlias = PinPrefixRequest
+
+@typing.final
+class PinPrefixResponse(google.protobuf.message.Message):
+    """PinPrefixResponse shows the pin."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PIN_FIELD_NUMBER: builtins.int
+    @property
+    def pin(self) -> Global___PinnedPrefix:
+        """pin is the pin as it stands now."""
+
+    def __init__(
+        self,
+        *,
+        pin: Global___PinnedPrefix | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["pin", b"pin"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["pin", b"pin"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___PinPrefixResponse: typing_extensions.TypeAlias = PinPrefixResponse
+
+@typing.final
+class PinnedPrefix(google.protobuf.message.Message):
+    """PinnedPrefix is one pin. It never shows the prefix."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: builtins.int
+    HELD_BLOCKS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """name is the pin's."""
+    num_tokens: builtins.int
+    """num_tokens is how many tokens the prefix has."""
+    num_blocks: builtins.int
+    """num_blocks is how many full blocks they are: what the pin counts for max_pinned_fraction."""
+    held_blocks: builtins.int
+    """held_blocks is how many of them it holds now, from the first on. The rest is not cached, or beyond the limit of a
+    pool that has become smaller.
+    """
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        num_tokens: builtins.int = ...,
+        num_blocks: builtins.int = ...,
+        held_blocks: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["held_blocks", b"held_blocks", "name", b"name", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___PinnedPrefix: typing_extensions.TypeAlias = PinnedPrefix
+
+@typing.final
+class UnpinPrefixRequest(google.protobuf.message.Message):
+    """UnpinPrefixRequest names a pin."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """name is the pin's."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___UnpinPrefixRequest: typing_extensions.TypeAlias = UnpinPrefixRequest
+
+@typing.final
+class UnpinPrefixResponse(google.protobuf.message.Message):
+    """UnpinPrefixResponse is empty."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___UnpinPrefixResponse: typing_extensions.TypeAlias = UnpinPrefixResponse
+
+@typing.final
+class ListPinnedPrefixesRequest(google.protobuf.message.Message):
+    """ListPinnedPrefixesRequest is empty."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ListPinnedPrefixesRequest: typing_extensions.TypeAlias = ListPinnedPrefixesRequest
+
+@typing.final
+class ListPinnedPrefixesResponse(google.protobuf.message.Message):
+    """ListPinnedPrefixesResponse is all pins."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PINS_FIELD_NUMBER: builtins.int
+    MAX_BLOCKS_FIELD_NUMBER: builtins.int
+    max_blocks: builtins.int
+    """max_blocks is how many blocks all pins may name; shared ones count once. 0 before the first executor is ready."""
+    @property
+    def pins(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PinnedPrefix]:
+        """pins in the order they were made."""
+
+    def __init__(
+        self,
+        *,
+        pins: collections.abc.Iterable[Global___PinnedPrefix] | None = ...,
+        max_blocks: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["max_blocks", b"max_blocks", "pins", b"pins"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ListPinnedPrefixesResponse: typing_extensions.TypeAlias = ListPinnedPrefixesResponse
 
 @typing.final
 class ResetPrefixCacheRequest(google.protobuf.message.Message):

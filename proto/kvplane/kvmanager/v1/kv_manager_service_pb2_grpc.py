@@ -61,6 +61,21 @@ class KvManagerServiceStub(object):
                 request_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.WatchKvEventsRequest.SerializeToString,
                 response_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.WatchKvEventsResponse.FromString,
                 _registered_method=True)
+        self.PinPrefix = channel.unary_unary(
+                '/kvplane.kvmanager.v1.KvManagerService/PinPrefix',
+                request_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.PinPrefixRequest.SerializeToString,
+                response_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.PinPrefixResponse.FromString,
+                _registered_method=True)
+        self.UnpinPrefix = channel.unary_unary(
+                '/kvplane.kvmanager.v1.KvManagerService/UnpinPrefix',
+                request_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.UnpinPrefixRequest.SerializeToString,
+                response_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.UnpinPrefixResponse.FromString,
+                _registered_method=True)
+        self.ListPinnedPrefixes = channel.unary_unary(
+                '/kvplane.kvmanager.v1.KvManagerService/ListPinnedPrefixes',
+                request_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListPinnedPrefixesRequest.SerializeToString,
+                response_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListPinnedPrefixesResponse.FromString,
+                _registered_method=True)
         self.ResetPrefixCache = channel.unary_unary(
                 '/kvplane.kvmanager.v1.KvManagerService/ResetPrefixCache',
                 request_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ResetPrefixCacheRequest.SerializeToString,
@@ -134,9 +149,38 @@ class KvManagerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PinPrefix(self, request, context):
+        """PinPrefix keeps the full blocks of a prefix, such as a system prompt, from eviction until it is unpinned. It computes
+        nothing: the pin holds what is cached of the prefix, and the rest once a request has computed it. It outlives the
+        executor, ResetPrefixCache too, and takes hold again when a request computes the prefix anew; it does not outlive the
+        manager. Before a request that runs alone ends for want of blocks, pins let go of what it lacks. Pinning the same
+        prefix under the same name again changes nothing. Errors: INVALID_ARGUMENT for a bad field or a prefix shorter than a
+        block, ALREADY_EXISTS when the name pins another prefix, RESOURCE_EXHAUSTED when pins would name more blocks than the
+        manager's max_pinned_fraction allows or there are 256, FAILED_PRECONDITION when the manager keeps no blocks or the
+        model has no tokenizer for text, UNAVAILABLE before the first executor is ready.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnpinPrefix(self, request, context):
+        """UnpinPrefix lets go of a prefix. Its blocks stay cached until they are evicted. Errors: INVALID_ARGUMENT for a name
+        that no pin can have, NOT_FOUND when nothing is pinned under it, UNAVAILABLE before the first executor is ready.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPinnedPrefixes(self, request, context):
+        """ListPinnedPrefixes returns all pins in the order they were made: 256 at most.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ResetPrefixCache(self, request, context):
-        """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Errors:
-        FAILED_PRECONDITION while a request holds blocks.
+        """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Pins stay and hold nothing
+        until their prefixes are computed again. Errors: FAILED_PRECONDITION while a request holds blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -201,6 +245,21 @@ def add_KvManagerServiceServicer_to_server(servicer, server):
                     servicer.WatchKvEvents,
                     request_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.WatchKvEventsRequest.FromString,
                     response_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.WatchKvEventsResponse.SerializeToString,
+            ),
+            'PinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinPrefix,
+                    request_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.PinPrefixRequest.FromString,
+                    response_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.PinPrefixResponse.SerializeToString,
+            ),
+            'UnpinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinPrefix,
+                    request_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.UnpinPrefixRequest.FromString,
+                    response_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.UnpinPrefixResponse.SerializeToString,
+            ),
+            'ListPinnedPrefixes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPinnedPrefixes,
+                    request_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListPinnedPrefixesRequest.FromString,
+                    response_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListPinnedPrefixesResponse.SerializeToString,
             ),
             'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
                     servicer.ResetPrefixCache,
@@ -364,6 +423,87 @@ class KvManagerService(object):
             '/kvplane.kvmanager.v1.KvManagerService/WatchKvEvents',
             kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.WatchKvEventsRequest.SerializeToString,
             kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.WatchKvEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.kvmanager.v1.KvManagerService/PinPrefix',
+            kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.PinPrefixRequest.SerializeToString,
+            kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.PinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.kvmanager.v1.KvManagerService/UnpinPrefix',
+            kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.UnpinPrefixRequest.SerializeToString,
+            kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.UnpinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPinnedPrefixes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.kvmanager.v1.KvManagerService/ListPinnedPrefixes',
+            kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListPinnedPrefixesRequest.SerializeToString,
+            kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListPinnedPrefixesResponse.FromString,
             options,
             channel_credentials,
             insecure,

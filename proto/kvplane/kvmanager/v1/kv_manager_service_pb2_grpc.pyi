@@ -49,9 +49,25 @@ class KvManagerServiceStub:
     OUT_OF_RANGE when the events asked for are not kept, or a reader is so slow that they are not any more: start with
     a snapshot then; UNAVAILABLE when the manager stops.
     """
+    PinPrefix: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.PinPrefixRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.PinPrefixResponse]
+    """PinPrefix keeps the full blocks of a prefix, such as a system prompt, from eviction until it is unpinned. It computes
+    nothing: the pin holds what is cached of the prefix, and the rest once a request has computed it. It outlives the
+    executor, ResetPrefixCache too, and takes hold again when a request computes the prefix anew; it does not outlive the
+    manager. Before a request that runs alone ends for want of blocks, pins let go of what it lacks. Pinning the same
+    prefix under the same name again changes nothing. Errors: INVALID_ARGUMENT for a bad field or a prefix shorter than a
+    block, ALREADY_EXISTS when the name pins another prefix, RESOURCE_EXHAUSTED when pins would name more blocks than the
+    manager's max_pinned_fraction allows or there are 256, FAILED_PRECONDITION when the manager keeps no blocks or the
+    model has no tokenizer for text, UNAVAILABLE before the first executor is ready.
+    """
+    UnpinPrefix: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.UnpinPrefixRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.UnpinPrefixResponse]
+    """UnpinPrefix lets go of a prefix. Its blocks stay cached until they are evicted. Errors: INVALID_ARGUMENT for a name
+    that no pin can have, NOT_FOUND when nothing is pinned under it, UNAVAILABLE before the first executor is ready.
+    """
+    ListPinnedPrefixes: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListPinnedPrefixesRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ListPinnedPrefixesResponse]
+    """ListPinnedPrefixes returns all pins in the order they were made: 256 at most."""
     ResetPrefixCache: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ResetPrefixCacheRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ResetPrefixCacheResponse]
-    """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Errors:
-    FAILED_PRECONDITION while a request holds blocks.
+    """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Pins stay and hold nothing
+    until their prefixes are computed again. Errors: FAILED_PRECONDITION while a request holds blocks.
     """
     OpenPool: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.sequence_pool_pb2.OpenPoolRequest, kvplane.kvmanager.v1.sequence_pool_pb2.OpenPoolResponse]
     """OpenPool makes a pool for an engine that runs its own loop and holds its own K/V: the block-table API. Such pools
@@ -94,9 +110,25 @@ class KvManagerServiceAsyncStub(KvManagerServiceStub):
     OUT_OF_RANGE when the events asked for are not kept, or a reader is so slow that they are not any more: start with
     a snapshot then; UNAVAILABLE when the manager stops.
     """
+    PinPrefix: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.PinPrefixRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.PinPrefixResponse]  # type: ignore[assignment]
+    """PinPrefix keeps the full blocks of a prefix, such as a system prompt, from eviction until it is unpinned. It computes
+    nothing: the pin holds what is cached of the prefix, and the rest once a request has computed it. It outlives the
+    executor, ResetPrefixCache too, and takes hold again when a request computes the prefix anew; it does not outlive the
+    manager. Before a request that runs alone ends for want of blocks, pins let go of what it lacks. Pinning the same
+    prefix under the same name again changes nothing. Errors: INVALID_ARGUMENT for a bad field or a prefix shorter than a
+    block, ALREADY_EXISTS when the name pins another prefix, RESOURCE_EXHAUSTED when pins would name more blocks than the
+    manager's max_pinned_fraction allows or there are 256, FAILED_PRECONDITION when the manager keeps no blocks or the
+    model has no tokenizer for text, UNAVAILABLE before the first executor is ready.
+    """
+    UnpinPrefix: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.UnpinPrefixRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.UnpinPrefixResponse]  # type: ignore[assignment]
+    """UnpinPrefix lets go of a prefix. Its blocks stay cached until they are evicted. Errors: INVALID_ARGUMENT for a name
+    that no pin can have, NOT_FOUND when nothing is pinned under it, UNAVAILABLE before the first executor is ready.
+    """
+    ListPinnedPrefixes: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListPinnedPrefixesRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ListPinnedPrefixesResponse]  # type: ignore[assignment]
+    """ListPinnedPrefixes returns all pins in the order they were made: 256 at most."""
     ResetPrefixCache: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ResetPrefixCacheRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
-    """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Errors:
-    FAILED_PRECONDITION while a request holds blocks.
+    """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Pins stay and hold nothing
+    until their prefixes are computed again. Errors: FAILED_PRECONDITION while a request holds blocks.
     """
     OpenPool: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.sequence_pool_pb2.OpenPoolRequest, kvplane.kvmanager.v1.sequence_pool_pb2.OpenPoolResponse]  # type: ignore[assignment]
     """OpenPool makes a pool for an engine that runs its own loop and holds its own K/V: the block-table API. Such pools
@@ -168,13 +200,47 @@ class KvManagerServiceServicer(metaclass=abc.ABCMeta):
         """
 
     @abc.abstractmethod
+    def PinPrefix(
+        self,
+        request: kvplane.kvmanager.v1.kv_manager_service_pb2.PinPrefixRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvplane.kvmanager.v1.kv_manager_service_pb2.PinPrefixResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.kv_manager_service_pb2.PinPrefixResponse]]:
+        """PinPrefix keeps the full blocks of a prefix, such as a system prompt, from eviction until it is unpinned. It computes
+        nothing: the pin holds what is cached of the prefix, and the rest once a request has computed it. It outlives the
+        executor, ResetPrefixCache too, and takes hold again when a request computes the prefix anew; it does not outlive the
+        manager. Before a request that runs alone ends for want of blocks, pins let go of what it lacks. Pinning the same
+        prefix under the same name again changes nothing. Errors: INVALID_ARGUMENT for a bad field or a prefix shorter than a
+        block, ALREADY_EXISTS when the name pins another prefix, RESOURCE_EXHAUSTED when pins would name more blocks than the
+        manager's max_pinned_fraction allows or there are 256, FAILED_PRECONDITION when the manager keeps no blocks or the
+        model has no tokenizer for text, UNAVAILABLE before the first executor is ready.
+        """
+
+    @abc.abstractmethod
+    def UnpinPrefix(
+        self,
+        request: kvplane.kvmanager.v1.kv_manager_service_pb2.UnpinPrefixRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvplane.kvmanager.v1.kv_manager_service_pb2.UnpinPrefixResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.kv_manager_service_pb2.UnpinPrefixResponse]]:
+        """UnpinPrefix lets go of a prefix. Its blocks stay cached until they are evicted. Errors: INVALID_ARGUMENT for a name
+        that no pin can have, NOT_FOUND when nothing is pinned under it, UNAVAILABLE before the first executor is ready.
+        """
+
+    @abc.abstractmethod
+    def ListPinnedPrefixes(
+        self,
+        request: kvplane.kvmanager.v1.kv_manager_service_pb2.ListPinnedPrefixesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvplane.kvmanager.v1.kv_manager_service_pb2.ListPinnedPrefixesResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListPinnedPrefixesResponse]]:
+        """ListPinnedPrefixes returns all pins in the order they were made: 256 at most."""
+
+    @abc.abstractmethod
     def ResetPrefixCache(
         self,
         request: kvplane.kvmanager.v1.kv_manager_service_pb2.ResetPrefixCacheRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvplane.kvmanager.v1.kv_manager_service_pb2.ResetPrefixCacheResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.kv_manager_service_pb2.ResetPrefixCacheResponse]]:
-        """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Errors:
-        FAILED_PRECONDITION while a request holds blocks.
+        """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Pins stay and hold nothing
+        until their prefixes are computed again. Errors: FAILED_PRECONDITION while a request holds blocks.
         """
 
     @abc.abstractmethod

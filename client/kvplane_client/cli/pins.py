@@ -1,0 +1,123 @@
+"""``kvplane pin``, ``unpin`` and ``pins``: prefixes that stay in the cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from kvplane_client.cli import options as opt
+from kvplane_client.cli.output import out_console, print_json
+from kvplane_client.cli.session import session
+from kvplane_client.manager_types import PinnedPrefix
+
+__all__ = ["pin", "pins", "unpin"]
+
+
+def pin(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The pin's name.")],
+    prefix: Annotated[
+        str | None, typer.Argument(metavar="PREFIX", help='What prompts begin with; "-" or nothing reads stdin.')
+    ] = None,
+    *,
+    token_ids: Annotated[
+        str | None, typer.Option("--token-ids", metavar="IDS", help='The prefix as ids, such as "1,2,3".')
+    ] = None,
+    cache_salt: opt.CacheSalt = None,
+    tenant: opt.Tenant = None,
+    server: opt.Server = "localhost:50051",
+    wait: opt.Wait = 0,
+    as_json: opt.JsonFlag = False,
+) -> None:
+    """Keep the full blocks of a prefix, such as a system prompt, from eviction.
+
+    It computes nothing: what is not cached yet is held once a request has
+    computed it. Pins last until `kvplane unpin` or the manager's end, whatever
+    becomes of the executor. A salt, and a tenant where tenants are kept apart,
+    is that of the requests which share the prefix.
+
+    Examples:
+      kvplane pin support < system_prompt.txt
+
+      kvplane pin few-shot "Q: What is the capital of France?" --cache-salt acme
+    """
+    what = _prefix(prefix, token_ids)
+    with session(server, as_json=as_json, wait=wait) as client:
+        pinned = client.pin_prefix(name, what, cache_salt=cache_salt or "", tenant=tenant or "")
+    if as_json:
+        print_json(pinned)
+    else:
+        typer.echo(f"pinned {pinned.name}: {_told(pinned)}")
+
+
+def unpin(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The pin's name, as `kvplane pins` shows it.")],
+    server: opt.Server = "localhost:50051",
+    wait: opt.Wait = 0,
+    as_json: opt.JsonFlag = False,
+) -> None:
+    """Let go of a pinned prefix; its blocks stay cached until they are evicted.
+
+    `kvplane pins` shows the names.
+
+    Example:
+      kvplane unpin support
+    """
+    with session(server, as_json=as_json, wait=wait) as client:
+        client.unpin_prefix(name)
+    if as_json:
+        print_json({"unpinned": name})
+    else:
+        typer.echo(f"unpinned {name}")
+
+
+def pins(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: opt.JsonFlag = False) -> None:
+    """List pinned prefixes: how many blocks each names, and how many of them are held now.
+
+    A pin lacks what is not cached yet, or was let go of for a request.
+
+    Examples:
+      kvplane pins
+
+      kvplane pins --json | jq '.pins[] | select(.held_blocks < .num_blocks)'
+    """
+    with session(server, as_json=as_json, wait=wait) as client:
+        pinned = client.list_pinned_prefixes()
+    if as_json:
+        print_json(dataclasses.asdict(pinned))
+        return
+    if not pinned.pins:
+        out_console().print(f"nothing is pinned; pins may name {pinned.max_blocks} blocks")
+        return
+    table = Table(box=None)
+    table.add_column("pin", overflow="fold")
+    for column in ("tokens", "blocks", "held"):
+        table.add_column(column, justify="right")
+    for one in pinned.pins:
+        table.add_row(escape(one.name), str(one.num_tokens), str(one.num_blocks), str(one.held_blocks))
+    out_console().print(table)
+    out_console().print(f"pins may name {pinned.max_blocks} blocks in all", style="dim")
+
+
+def _prefix(prefix: str | None, token_ids: str | None) -> str | list[int]:
+    """Returns the prefix from the argument, the flag or standard input."""
+    if token_ids is not None:
+        if prefix is not None:
+            raise typer.BadParameter("--token-ids is a prefix of its own: give it without PREFIX")
+        return opt.parse_token_ids(token_ids)
+    if prefix in (None, "-"):
+        if prefix is None and sys.stdin.isatty():
+            raise typer.BadParameter('expected a PREFIX, or text on stdin; try: kvplane pin support "Be brief."')
+        prefix = sys.stdin.read()
+    if not prefix:
+        raise typer.BadParameter("the prefix is empty")
+    return prefix
+
+
+def _told(pinned: PinnedPrefix) -> str:
+    blocks = f"{pinned.num_tokens} tokens, {pinned.num_blocks} full blocks, {pinned.held_blocks} held"
+    return blocks if pinned.held_blocks == pinned.num_blocks else f"{blocks}; the rest once a request computes it"

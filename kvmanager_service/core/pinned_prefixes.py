@@ -1,0 +1,274 @@
+"""Prefixes that stay in the cache for as long as somebody wants them to, such as a system prompt.
+
+Station: owned by `Scheduler`, which says when there may be something to hold; calls `KVCacheManager` and its pool.
+
+A pin is an intent, and outlives every cache: it names a prefix, and holds those of its blocks that are filled, from
+the first on. It computes nothing. What it lacks it takes once a request has computed it: after each step a pin looks
+for the next block that it lacks. A block that a pin holds is referenced, so no policy can hand it out.
+
+    pin ─▶ lacking ─hold: a request computed it▶ held ─▶ unpin
+              ▲                                   │
+              └── another cache, a reset, a failed row, or make_room
+
+Pins stand back before a request ends for want of blocks: a request that is alone and does not find enough takes what
+only pins hold, the newest pin's deepest blocks first (`make_room`). So what fits the pool without pins fits it with
+them, and `pool_limit` need not know of pins.
+
+Nobody writes to a block that a pin holds: to who is about to, the pin is like another table (see `KVCacheManager`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from kvmanager_service.core.block import BlockContent, KVCacheBlock
+from kvmanager_service.core.block_hash import BlockHash, hash_block_tokens
+from kvmanager_service.core.errors import DuplicatePinError, InvalidRequestError, PinLimitError, UnknownPinError
+from kvmanager_service.core.kv_cache_coordinator import KVCache
+from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.request import TOKEN_BYTES, Request
+
+MAX_PINS: Final = 256
+"""Each that lacks a block looks for it after every step."""
+
+
+class PinnedPrefix:
+    """One pin.
+
+    Attributes:
+        name: the pin's.
+        token_bytes: the prefix, little-endian int32.
+        extra_keys: what of a request as a whole decides its K/V, as in `Request`.
+        block_hashes: chain hashes of the prefix's full blocks in the present cache. What is left over is not pinned.
+        blocks: those it holds, from the first on.
+        contents: what they hold.
+    """
+
+    __slots__ = ("block_hashes", "blocks", "contents", "extra_keys", "name", "token_bytes")
+
+    def __init__(self, name: str, token_bytes: bytes, extra_keys: bytes = b"") -> None:
+        self.name = name
+        self.token_bytes = token_bytes
+        self.extra_keys = extra_keys
+        self.block_hashes: list[BlockHash] = []
+        self.blocks: list[KVCacheBlock] = []
+        self.contents: list[BlockContent] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prefix."""
+        return len(self.token_bytes) // TOKEN_BYTES
+
+    @property
+    def lacks_blocks(self) -> bool:
+        """Whether it holds fewer blocks than it names."""
+        return len(self.blocks) < len(self.block_hashes)
+
+    def is_same(self, other: PinnedPrefix) -> bool:
+        """Whether the other pins the same prefix."""
+        return self.token_bytes == other.token_bytes and self.extra_keys == other.extra_keys
+
+
+class PinnedPrefixes:
+    """All pins over one cache; over one of several KV groups they hold nothing.
+
+    Args:
+        max_fraction: share of the pool's blocks that pins may name, those that several name counted once.
+
+    Invariants (`tables` is for `check_integrity` to count):
+        Each block in a pin's list is referenced once for it, holds the content listed and is filled; all pins together
+        hold no more blocks than `limit`.
+    """
+
+    def __init__(self, max_fraction: float) -> None:
+        self._max_fraction = max_fraction
+        self._pins: dict[str, PinnedPrefix] = {}
+        self._holders: dict[int, int] = {}  # block id -> how many pins hold it
+        self._kv: KVCacheManager | None = None
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def __iter__(self) -> Iterator[PinnedPrefix]:
+        """In the order they were pinned."""
+        return iter(list(self._pins.values()))
+
+    @property
+    def limit(self) -> int:
+        """Most blocks of the present cache that pins may name."""
+        return 0 if self._kv is None else int(self._max_fraction * self._kv.pool.num_usable_blocks)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks that pins hold."""
+        return len(self._holders)
+
+    def tables(self) -> list[list[KVCacheBlock]]:
+        """What each pin holds: one reference for each entry."""
+        return [pin.blocks for pin in self._pins.values()]
+
+    # --- pins come and go -----------------------------------------------------------------------------------------
+
+    def pin(self, pin: PinnedPrefix) -> PinnedPrefix:
+        """Pin a prefix, and hold what is filled of it. Pinning the same under the same name again changes nothing.
+
+        Returns:
+            The pin that stands.
+
+        Raises:
+            DuplicatePinError: the name pins another prefix.
+            InvalidRequestError: the prefix fills no block.
+            PinLimitError: there are too many pins, or they would name too many blocks.
+        """
+        standing = self._pins.get(pin.name)
+        if standing is not None:
+            if standing.is_same(pin):
+                return standing
+            raise DuplicatePinError(
+                "PIN_NAME_IN_USE",
+                f"expected a name that pins nothing or the same prefix, got {pin.name!r}, which pins another; unpin it "
+                "or choose another name",
+                name=pin.name,
+            )
+        if len(self._pins) >= MAX_PINS:
+            raise PinLimitError(
+                "PIN_LIMIT", f"expected fewer than {MAX_PINS} pins, got {len(self._pins)}; unpin one", max_pins=MAX_PINS
+            )
+        if self._kv is not None:
+            self._set_hashes(pin, self._kv)
+            if not pin.block_hashes:
+                raise InvalidRequestError(
+                    "PIN_TOO_SHORT",
+                    f"expected a prefix of at least {self._kv.block_size} tokens, one block, got {pin.num_tokens}; "
+                    "pin more of it",
+                    block_size=self._kv.block_size,
+                    num_tokens=pin.num_tokens,
+                )
+            self._require_limit(pin)
+        self._pins[pin.name] = pin
+        self.hold()
+        return pin
+
+    def unpin(self, name: str) -> None:
+        """Let go of a prefix; its blocks stay cached until they are evicted. Raises UnknownPinError."""
+        pin = self._pins.pop(name, None)
+        if pin is None:
+            raise UnknownPinError(
+                "PIN_NOT_FOUND",
+                f"expected the name of a pin, got {name!r}; `kvplane pins` lists them",
+                name=name,
+            )
+        self._let_go(pin, 0)
+
+    def _require_limit(self, pin: PinnedPrefix) -> None:
+        named = {block_hash for other in self._pins.values() for block_hash in other.block_hashes}
+        num_named = len(named.union(pin.block_hashes))
+        if num_named > self.limit:
+            raise PinLimitError(
+                "PIN_LIMIT",
+                f"expected pins to name at most {self.limit} blocks in all, got {num_named} with this one's "
+                f"{len(pin.block_hashes)}; unpin another, pin less of the prefix, or raise --max-pinned-fraction",
+                limit=self.limit,
+                num_blocks=num_named,
+            )
+
+    # --- blocks are held ------------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Take what has been filled of what pins lack, as far as the limit goes. O(1) for each pin that lacks any."""
+        kv = self._kv
+        if kv is None:
+            return
+        for pin in self._pins.values():
+            while pin.lacks_blocks and (block := self._next_block(pin, kv)) is not None:
+                if block.block_id not in self._holders and len(self._holders) >= self.limit:
+                    break
+                assert block.content is not None
+                kv.pool.touch((block,))
+                self._holders[block.block_id] = self._holders.get(block.block_id, 0) + 1
+                pin.blocks.append(block)
+                pin.contents.append(block.content)
+
+    def _next_block(self, pin: PinnedPrefix, kv: KVCacheManager) -> KVCacheBlock | None:
+        """The filled block that comes after those a pin holds, if there is one."""
+        index = len(pin.blocks)
+        length = kv.block_size * TOKEN_BYTES
+        return kv.pool.get_filled_block(
+            pin.block_hashes[index],
+            pin.contents[-1] if pin.contents else None,
+            pin.token_bytes[index * length : (index + 1) * length],
+            b"" if index else pin.extra_keys,
+        )
+
+    def make_room(self, request: Request, num_tokens: int) -> bool:
+        """Stand back for a request that is alone: let go of what it lacks for its first num_tokens tokens.
+
+        Returns:
+            Whether it finds enough now. Pins that could not help keep what they hold.
+        """
+        kv = self._kv
+        if kv is None or not self._holders or kv.num_blocks_for(num_tokens) > kv.pool.num_usable_blocks:
+            return False
+        # More than once, since what is let go may be what it hits: that is no block more for it.
+        while self._holders and (num_lacking := kv.num_lacking(request, num_tokens)):
+            enough = kv.pool.num_free_blocks + num_lacking
+            for pin in reversed(list(self._pins.values())):
+                while pin.blocks and kv.pool.num_free_blocks < enough:
+                    if request.blocks and not kv.num_lacking(request, num_tokens):
+                        break  # it may write to a block of its own now that the pin let go of, and needs no copy
+                    self._let_go(pin, len(pin.blocks) - 1)
+        return not kv.num_lacking(request, num_tokens)
+
+    def _let_go(self, pin: PinnedPrefix, first: int) -> None:
+        """Drop a pin's references from its block `first` on, the deepest first."""
+        assert self._kv is not None or not pin.blocks
+        for block in reversed(pin.blocks[first:]):
+            if self._holders[block.block_id] == 1:
+                del self._holders[block.block_id]
+            else:
+                self._holders[block.block_id] -= 1
+        if self._kv is not None:
+            self._kv.pool.free_blocks(reversed(pin.blocks[first:]))
+        del pin.blocks[first:]
+        del pin.contents[first:]
+
+    # --- the cache changes ----------------------------------------------------------------------------------------
+
+    def attach(self, kv: KVCache) -> None:
+        """Another cache takes the place of the last: whatever was held is gone with that."""
+        self._kv = kv if isinstance(kv, KVCacheManager) else None
+        self._holders = {}
+        for pin in self._pins.values():
+            pin.blocks, pin.contents = [], []
+            pin.block_hashes = []
+            if self._kv is not None:
+                self._set_hashes(pin, self._kv)
+        self.hold()
+
+    def forget(self) -> None:
+        """The cache is about to forget all content: hold nothing."""
+        for pin in self._pins.values():
+            self._let_go(pin, 0)
+
+    def distrusted(self) -> None:
+        """Blocks have lost their content: let go of those, and of what was computed from them."""
+        for pin in self._pins.values():
+            for index, (block, content) in enumerate(zip(pin.blocks, pin.contents, strict=True)):
+                if block.content is not content:
+                    self._let_go(pin, index)
+                    break
+
+    @staticmethod
+    def _set_hashes(pin: PinnedPrefix, kv: KVCacheManager) -> None:
+        pin.block_hashes = []
+        if not kv.enable_caching:
+            return
+        length = kv.block_size * TOKEN_BYTES
+        parent_hash: BlockHash | None = None
+        extra_keys = pin.extra_keys
+        for start in range(0, len(pin.token_bytes) - length + 1, length):
+            tokens = pin.token_bytes[start : start + length]
+            parent_hash = hash_block_tokens(kv.hash_function, parent_hash, tokens, extra_keys)
+            pin.block_hashes.append(parent_hash)
+            extra_keys = b""
