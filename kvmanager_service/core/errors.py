@@ -38,6 +38,7 @@ __all__ = [
     "RowFailedError",
     "UnknownPinError",
     "UnknownRequestError",
+    "invalid_parameter",
 ]
 
 
@@ -97,6 +98,12 @@ class PoolInUseError(CoreError):
 
 class EventsForgottenError(CoreError):
     """Events of the cache were asked for that are not kept any more, or are another run's."""
+
+
+def invalid_parameter(field: str, expected: str, got: object, advice: str = "") -> InvalidRequestError:
+    """The error of a parameter that is out of its range: what was expected, what was got, and what to do."""
+    message = f"{field}: expected {expected}, got {got}" + (f"; {advice}" if advice else "")
+    return InvalidRequestError("INVALID_PARAMETER", message, field=field, expected=expected, got=got)
 
 
 class BadResultError(Exception):
