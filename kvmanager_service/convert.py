@@ -1,7 +1,7 @@
-"""From a `GenerateRequest` to the core's `NewRequest`; every range the proto states is checked here.
+"""From a `GenerateRequest` to the core's `NewRequest`; every range the proto states is checked here, or by the core.
 
 Station: called by `admission`, calls nobody. Pure: model, ids, seed and time are arguments. Each error names the field,
-what was expected, what was got and what to do.
+what was expected, what was got and what to do. What is asked for ranges of tokens is the core's to check (`retention`).
 """
 
 from __future__ import annotations
@@ -16,20 +16,15 @@ from collections.abc import Collection, Sequence
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 from kvplane.kvmanager.v1 import kv_manager_service_pb2 as manager_pb
 
-from kvmanager_service.core.errors import InvalidRequestError
+from kvmanager_service.core.errors import InvalidRequestError, invalid_parameter
 from kvmanager_service.core.extra_keys import request_keys
 from kvmanager_service.core.forks import branch_id, branch_seed
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import NewRequest, SamplingParams, StopRules
-from kvmanager_service.core.retention import (
-    END_OF_SEQUENCE,
-    MAX_RANGES,
-    MAX_RETENTION_PRIORITY,
-    MIN_RETENTION_PRIORITY,
-    RetentionRange,
-)
+from kvmanager_service.core.retention import END_OF_SEQUENCE, MAX_RANGES, RetentionRange, check_priority
 from kvmanager_service.engine_api import ModelView
 from kvmanager_service.errors import PreconditionError
+from kvmanager_service.field_checks import MAX_SALT_CHARS, check_count, check_length
 
 __all__ = [
     "check_pin",
@@ -44,7 +39,6 @@ __all__ = [
 ]
 
 MAX_ID_CHARS = 256
-MAX_SALT_CHARS = 256
 MAX_TENANT_CHARS = 256
 MAX_PIN_NAME_CHARS = 256
 MAX_BIASES = 1_024
@@ -67,24 +61,24 @@ def check_request(request: pb.GenerateRequest, model: ModelView) -> SamplingPara
         PreconditionError: stop strings, and the model has no tokenizer.
     """
     check_request_id(request.request_id)
-    _check_length("cache_salt", request.cache_salt, 0, MAX_SALT_CHARS)
-    _check_length("tenant", request.tenant, 0, MAX_TENANT_CHARS)
-    _check_retention_priority("retention_priority", request.retention_priority)
-    _check_retention(request.retention)
+    check_length("cache_salt", request.cache_salt, 0, MAX_SALT_CHARS)
+    check_length("tenant", request.tenant, 0, MAX_TENANT_CHARS)
+    check_priority("retention_priority", request.retention_priority)
+    check_count("retention.ranges", request.retention.ranges, MAX_RANGES)
     _check_outputs(request)
     if request.WhichOneof("prompt") is None:
-        raise _invalid("prompt", "text, token_ids or chat", "none of them", "set one")
+        raise invalid_parameter("prompt", "text, token_ids or chat", "none of them", "set one")
     _check_fits_model("prompt", len(request.token_ids.ids), model)
     if request.HasField("chat") and not request.chat.messages:
-        raise _invalid("chat.messages", "at least one message", "none", "add one")
-    _check_count("chat.messages", request.chat.messages, model.max_model_len)
+        raise invalid_parameter("chat.messages", "at least one message", "none", "add one")
+    check_count("chat.messages", request.chat.messages, model.max_model_len)
     _check_stopping(request.stopping, model)
     return to_sampling(request.sampling, model)
 
 
 def check_request_id(request_id: str) -> None:
     """Raise InvalidRequestError unless an id is short enough to be repeated in an error."""
-    _check_length("request_id", request_id, 0, MAX_ID_CHARS)
+    check_length("request_id", request_id, 0, MAX_ID_CHARS)
 
 
 def to_new_request(
@@ -138,18 +132,18 @@ def to_new_request(
 def check_pin(request: manager_pb.PinPrefixRequest, model: ModelView) -> None:
     """Check what of a pin needs no tokens. Raises InvalidRequestError when a field is out of range."""
     check_pin_name(request.name)
-    _check_length("cache_salt", request.cache_salt, 0, MAX_SALT_CHARS)
-    _check_length("tenant", request.tenant, 0, MAX_TENANT_CHARS)
+    check_length("cache_salt", request.cache_salt, 0, MAX_SALT_CHARS)
+    check_length("tenant", request.tenant, 0, MAX_TENANT_CHARS)
     if request.WhichOneof("prefix") is None:
-        raise _invalid("prefix", "text or token_ids", "none of them", "set one")
+        raise invalid_parameter("prefix", "text or token_ids", "none of them", "set one")
     _check_fits_model("prefix", len(request.token_ids.ids), model)
 
 
 def check_pin_name(name: str) -> None:
     """Raise InvalidRequestError unless a name is one a pin may have."""
     if not name:
-        raise _invalid("name", f"1 to {MAX_PIN_NAME_CHARS} characters", "none", "choose one")
-    _check_length("name", name, 1, MAX_PIN_NAME_CHARS)
+        raise invalid_parameter("name", f"1 to {MAX_PIN_NAME_CHARS} characters", "none", "choose one")
+    check_length("name", name, 1, MAX_PIN_NAME_CHARS)
 
 
 def to_pinned_prefix(
@@ -177,7 +171,7 @@ def to_sampling(params: pb.SamplingParams, model: ModelView) -> SamplingParams:
     Raises:
         InvalidRequestError: one is out of range or not finite.
     """
-    _check_count("sampling.logit_bias", params.logit_bias, MAX_BIASES)
+    check_count("sampling.logit_bias", params.logit_bias, MAX_BIASES)
     result = SamplingParams(
         temperature=params.temperature if params.HasField("temperature") else 1.0,
         top_k=params.top_k,
@@ -191,25 +185,25 @@ def to_sampling(params: pb.SamplingParams, model: ModelView) -> SamplingParams:
     )
     # Written as "not (in range)", so that NaN fails too.
     if not 0.0 <= result.temperature < math.inf:
-        raise _invalid(
+        raise invalid_parameter(
             "sampling.temperature", "a finite number, at least 0", result.temperature, "0 is greedy, 1 usual"
         )
     if result.top_k < 0:
-        raise _invalid("sampling.top_k", "at least 0", result.top_k, "0 keeps all tokens")
+        raise invalid_parameter("sampling.top_k", "at least 0", result.top_k, "0 keeps all tokens")
     if not 0.0 < result.top_p <= 1.0:
-        raise _invalid("sampling.top_p", "above 0 and at most 1", result.top_p, "1 keeps all tokens")
+        raise invalid_parameter("sampling.top_p", "above 0 and at most 1", result.top_p, "1 keeps all tokens")
     if not 0.0 <= result.min_p <= 1.0:
-        raise _invalid("sampling.min_p", "0 to 1", result.min_p, "0 drops no token")
+        raise invalid_parameter("sampling.min_p", "0 to 1", result.min_p, "0 drops no token")
     if not MIN_REPETITION_PENALTY <= result.repetition_penalty <= MAX_REPETITION_PENALTY:
         expected = f"{MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}"
-        raise _invalid("sampling.repetition_penalty", expected, result.repetition_penalty, "1 is none")
+        raise invalid_parameter("sampling.repetition_penalty", expected, result.repetition_penalty, "1 is none")
     for name in ("presence_penalty", "frequency_penalty"):
         value = getattr(result, name)
         if not -2.0 <= value <= 2.0:
-            raise _invalid(f"sampling.{name}", "-2 to 2", value, "0 is none")
+            raise invalid_parameter(f"sampling.{name}", "-2 to 2", value, "0 is none")
     _check_bias(result, model)
     if params.HasField("logprobs") and not 0 <= params.logprobs <= model.max_logprobs:
-        raise _invalid("sampling.logprobs", f"0 to {model.max_logprobs}", params.logprobs, "ask for fewer")
+        raise invalid_parameter("sampling.logprobs", f"0 to {model.max_logprobs}", params.logprobs, "ask for fewer")
     return _shared(result)
 
 
@@ -229,7 +223,7 @@ def to_stop_rules(params: pb.StoppingParams, num_prompt_tokens: int, model: Mode
     max_tokens = params.max_tokens if params.HasField("max_tokens") else room
     if params.min_tokens > max_tokens:
         expected = f"at most {max_tokens}, which is the model's length less the prompt's"
-        raise _invalid("stopping.min_tokens", expected, params.min_tokens, "lower it or shorten the prompt")
+        raise invalid_parameter("stopping.min_tokens", expected, params.min_tokens, "lower it or shorten the prompt")
     stop = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
         stop |= frozenset(model.eos_token_ids)
@@ -246,9 +240,9 @@ def token_array(ids: Sequence[int]) -> array[int]:
 
 def _check_outputs(request: pb.GenerateRequest) -> None:
     if not 0 <= request.n <= MAX_OUTPUTS:
-        raise _invalid("n", f"1 to {MAX_OUTPUTS}, or 0 for 1", request.n, "ask for fewer outputs")
+        raise invalid_parameter("n", f"1 to {MAX_OUTPUTS}, or 0 for 1", request.n, "ask for fewer outputs")
     if request.n > 1 and request.resume_token_ids.ids:
-        raise _invalid(
+        raise invalid_parameter(
             "resume_token_ids",
             "none with n above 1",
             f"{len(request.resume_token_ids.ids)} tokens",
@@ -256,41 +250,12 @@ def _check_outputs(request: pb.GenerateRequest) -> None:
         )
 
 
-def _check_retention_priority(field: str, priority: int) -> None:
-    if not MIN_RETENTION_PRIORITY <= priority <= MAX_RETENTION_PRIORITY:
-        raise _invalid(field, f"{MIN_RETENTION_PRIORITY} to {MAX_RETENTION_PRIORITY}", priority, "0 is usual")
-
-
-def _check_retention(retention: pb.Retention) -> None:
-    """Check all of it but whether ranges lie within the prompt."""
-    _check_count("retention.ranges", retention.ranges, MAX_RANGES)
-    for one in retention.ranges:
-        _check_retention_level("retention.ranges.level", one.level)
-        if one.start < 0:
-            raise _invalid("retention.ranges.start", "at least 0", one.start, "positions count from 0")
-        if one.HasField("stop") and one.stop <= one.start:
-            expected = f"more than its start ({one.start})"
-            raise _invalid("retention.ranges.stop", expected, one.stop, "leave it out for the prompt's end")
-    _check_retention_level("retention.decode", retention.decode)
-
-
-def _check_retention_level(field: str, level: pb.RetentionLevel) -> None:
-    _check_retention_priority(f"{field}.priority", level.priority)
-    if level.duration_ms < 0:
-        raise _invalid(f"{field}.duration_ms", "at least 0", level.duration_ms, "0 has no end")
-
-
 def _retention(retention: pb.Retention, num_prompt_tokens: int) -> tuple[RetentionRange, ...]:
-    """Return its ranges, that of the tokens to be generated last."""
+    """Return its ranges as the core has them, and has yet to check; that of the tokens to be generated last."""
     ranges = []
     for one in retention.ranges:
-        if one.start >= num_prompt_tokens:
-            expected = f"a position in the prompt of {num_prompt_tokens} tokens"
-            raise _invalid("retention.ranges.start", expected, one.start, "positions count from 0")
-        stop = one.stop if one.HasField("stop") else num_prompt_tokens
-        if stop > num_prompt_tokens:
-            expected = f"at most {num_prompt_tokens}, the prompt's tokens"
-            raise _invalid("retention.ranges.stop", expected, stop, "leave it out for the prompt's end")
+        # What stands for no end in the core is a position here, and beyond any prompt.
+        stop = min(one.stop, END_OF_SEQUENCE - 1) if one.HasField("stop") else num_prompt_tokens
         ranges.append(_retention_range(one.start, stop, one.level))
     if retention.HasField("decode"):
         ranges.append(_retention_range(num_prompt_tokens, END_OF_SEQUENCE, retention.decode))
@@ -303,15 +268,17 @@ def _retention_range(start: int, stop: int, level: pb.RetentionLevel) -> Retenti
 
 def _check_stopping(params: pb.StoppingParams, model: ModelView) -> None:
     if params.HasField("max_tokens") and params.max_tokens < 1:
-        raise _invalid("stopping.max_tokens", "at least 1", params.max_tokens, "leave it out for no limit of its own")
+        raise invalid_parameter(
+            "stopping.max_tokens", "at least 1", params.max_tokens, "leave it out for no limit of its own"
+        )
     if params.min_tokens < 0:
-        raise _invalid("stopping.min_tokens", "at least 0", params.min_tokens, "0 is none")
+        raise invalid_parameter("stopping.min_tokens", "at least 0", params.min_tokens, "0 is none")
     if params.HasField("max_tokens") and params.min_tokens > params.max_tokens:
         expected = f"at most max_tokens ({params.max_tokens})"
-        raise _invalid("stopping.min_tokens", expected, params.min_tokens, "lower it or raise max_tokens")
-    _check_count("stopping.stop", params.stop, MAX_STOPS)
+        raise invalid_parameter("stopping.min_tokens", expected, params.min_tokens, "lower it or raise max_tokens")
+    check_count("stopping.stop", params.stop, MAX_STOPS)
     for text in params.stop:
-        _check_length("stopping.stop", text, 1, MAX_STOP_CHARS)
+        check_length("stopping.stop", text, 1, MAX_STOP_CHARS)
     if params.stop and model.text is None:
         raise PreconditionError(
             "NO_TOKENIZER",
@@ -319,7 +286,7 @@ def _check_stopping(params: pb.StoppingParams, model: ModelView) -> None:
             " stop_token_ids",
             field="stopping.stop",
         )
-    _check_count("stopping.stop_token_ids", params.stop_token_ids, MAX_STOP_TOKENS)
+    check_count("stopping.stop_token_ids", params.stop_token_ids, MAX_STOP_TOKENS)
     _check_ids("stopping.stop_token_ids", params.stop_token_ids, model)
 
 
@@ -327,7 +294,9 @@ def _check_bias(sampling: SamplingParams, model: ModelView) -> None:
     _check_ids("sampling.logit_bias", [token_id for token_id, _ in sampling.logit_bias], model)
     for _, value in sampling.logit_bias:
         if not -100.0 <= value <= 100.0:
-            raise _invalid("sampling.logit_bias", "values in -100 to 100", value, "-100 all but forbids a token")
+            raise invalid_parameter(
+                "sampling.logit_bias", "values in -100 to 100", value, "-100 all but forbids a token"
+            )
 
 
 def _check_prompt(field: str, prompt: array[int], model: ModelView) -> None:
@@ -355,12 +324,12 @@ def _resumed(ids: Sequence[int], stop: StopRules, model: ModelView) -> array[int
     """Return the tokens of the earlier stream; too many are refused before they are copied."""
     if ids and len(ids) >= stop.max_tokens:
         expected = f"fewer than the {stop.max_tokens} tokens the request may produce"
-        raise _invalid("resume_token_ids", expected, len(ids), "the earlier stream was complete")
+        raise invalid_parameter("resume_token_ids", expected, len(ids), "the earlier stream was complete")
     resumed = token_array(ids)
     if resumed:
         _check_array("resume_token_ids", resumed, model)
     if any(token_id in stop.stop_token_ids for token_id in resumed[stop.min_tokens :]):
-        raise _invalid(
+        raise invalid_parameter(
             "resume_token_ids", "tokens of an unfinished output", "a stop token", "the earlier stream was complete"
         )
     return resumed
@@ -376,27 +345,7 @@ def _check_ids(field: str, ids: Collection[int], model: ModelView) -> None:
     """Check that ids are in the vocabulary."""
     if ids and not (min(ids) >= 0 and max(ids) < model.vocab_size):
         bad = min(ids) if min(ids) < 0 else max(ids)
-        raise _invalid(field, f"token ids in 0 to {model.vocab_size - 1}", bad, "use ids of the served model")
-
-
-def _check_count(field: str, values: Collection[object], most: int) -> None:
-    if len(values) > most:
-        raise _invalid(field, f"at most {most} entries", len(values), "send fewer")
-
-
-def _check_length(field: str, text: str, least: int, most: int) -> None:
-    if not least <= len(text) <= most:
-        raise _invalid(field, f"{least} to {most} characters", len(text), "shorten it" if text else "leave it out")
-
-
-def _invalid(field: str, expected: str, got: object, advice: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        "INVALID_PARAMETER",
-        f"{field}: expected {expected}, got {got}; {advice}",
-        field=field,
-        expected=expected,
-        got=got,
-    )
+        raise invalid_parameter(field, f"token ids in 0 to {model.vocab_size - 1}", bad, "use ids of the served model")
 
 
 def _little_endian(ids: array[int]) -> bytes:

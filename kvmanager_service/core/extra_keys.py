@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmanager_service.core.block_hash import KeyDomain, encode_extra_keys
-from kvmanager_service.core.errors import InvalidRequestError
+from kvmanager_service.core.errors import invalid_parameter
 
 MIN_DIGEST_BYTES = 16
 MAX_DIGEST_BYTES = 64
@@ -69,23 +69,27 @@ def check_extra_keys(lora: LoraAdapter | None, spans: Sequence[PromptSpan], num_
     """
     if lora is not None:
         if not 1 <= len(lora.lora_id) <= MAX_NAME_CHARS:
-            raise _invalid("lora.lora_id", f"1 to {MAX_NAME_CHARS} characters", len(lora.lora_id))
+            raise invalid_parameter("lora.lora_id", f"1 to {MAX_NAME_CHARS} characters", len(lora.lora_id))
         if len(lora.revision) > MAX_NAME_CHARS:
-            raise _invalid("lora.revision", f"at most {MAX_NAME_CHARS} characters", len(lora.revision))
+            raise invalid_parameter("lora.revision", f"at most {MAX_NAME_CHARS} characters", len(lora.revision))
     position = 0
     for index, span in enumerate(spans):
         field = f"spans[{index}]"
         if span.domain not in (KeyDomain.MULTIMODAL_ITEM, KeyDomain.PROMPT_EMBEDDING):
-            raise _invalid(f"{field}.domain", "MULTIMODAL_ITEM or PROMPT_EMBEDDING", span.domain.name)
+            raise invalid_parameter(f"{field}.domain", "MULTIMODAL_ITEM or PROMPT_EMBEDDING", span.domain.name)
         if not MIN_DIGEST_BYTES <= len(span.digest) <= MAX_DIGEST_BYTES:
-            raise _invalid(f"{field}.digest", f"{MIN_DIGEST_BYTES} to {MAX_DIGEST_BYTES} bytes", len(span.digest))
+            raise invalid_parameter(
+                f"{field}.digest", f"{MIN_DIGEST_BYTES} to {MAX_DIGEST_BYTES} bytes", len(span.digest)
+            )
         if span.length < 1:
-            raise _invalid(f"{field}.length", "at least 1 token", span.length)
+            raise invalid_parameter(f"{field}.length", "at least 1 token", span.length)
         if span.offset < position:
-            raise _invalid(f"{field}.offset", f"at least {position}, where the span before it ends", span.offset)
+            raise invalid_parameter(
+                f"{field}.offset", f"at least {position}, where the span before it ends", span.offset
+            )
         position = span.stop
         if position > num_prompt_tokens:
-            raise _invalid(field, f"an end within the prompt's {num_prompt_tokens} tokens", position)
+            raise invalid_parameter(field, f"an end within the prompt's {num_prompt_tokens} tokens", position)
 
 
 def request_keys(salt: str, tenant: str | None, lora: LoraAdapter | None) -> bytes:
@@ -134,9 +138,3 @@ class SpanKeys:
             keys.append((span.domain, place + span.length.to_bytes(4, "little") + span.digest))
             index += 1
         return encode_extra_keys(keys)
-
-
-def _invalid(field: str, expected: str, got: object) -> InvalidRequestError:
-    return InvalidRequestError(
-        "INVALID_PARAMETER", f"{field}: expected {expected}, got {got}", field=field, expected=expected, got=got
-    )

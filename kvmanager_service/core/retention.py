@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvmanager_service.core.errors import InvalidRequestError
+from kvmanager_service.core.errors import invalid_parameter
 
 MIN_RETENTION_PRIORITY: Final = -100
 MAX_RETENTION_PRIORITY: Final = 100
@@ -26,6 +26,8 @@ END_OF_SEQUENCE: Final = 2**31 - 1
 """As a range's stop: whatever tokens are still to come."""
 
 MAX_RANGES: Final = 64
+"""Of a prompt; one more is for the tokens that are generated."""
+
 MAX_DURATION: Final = 2_147_483.647
 """Seconds: what an int32 of milliseconds holds, 24 days."""
 
@@ -47,27 +49,41 @@ class RetentionRange:
     duration: float = 0.0
 
 
+def check_priority(field: str, priority: int) -> None:
+    """Raise InvalidRequestError unless it is a retention priority."""
+    if not MIN_RETENTION_PRIORITY <= priority <= MAX_RETENTION_PRIORITY:
+        expected = f"{MIN_RETENTION_PRIORITY} to {MAX_RETENTION_PRIORITY}"
+        raise invalid_parameter(field, expected, priority, "0 is usual")
+
+
 def check_ranges(ranges: Sequence[RetentionRange], num_prompt_tokens: int) -> None:
     """Check what a request brings. Ranges may overlap, and be in any order.
 
     Raises:
         InvalidRequestError: there are too many, or a position, priority or duration is out of range.
     """
-    if len(ranges) > MAX_RANGES:
-        raise _invalid("retention", f"at most {MAX_RANGES} ranges", len(ranges))
+    num_in_prompt = sum([one.start < num_prompt_tokens for one in ranges])
+    if num_in_prompt > MAX_RANGES or len(ranges) > MAX_RANGES + 1:
+        expected = f"at most {MAX_RANGES} ranges, and one for the tokens to be generated"
+        raise invalid_parameter("retention.ranges", expected, len(ranges), "send fewer")
     for index, one in enumerate(ranges):
-        field = f"retention[{index}]"
-        if not 0 <= one.start <= num_prompt_tokens:
-            raise _invalid(f"{field}.start", f"a position in the prompt of {num_prompt_tokens} tokens", one.start)
-        if one.stop <= one.start:
-            raise _invalid(f"{field}.stop", f"more than start ({one.start})", one.stop)
-        if one.stop > num_prompt_tokens and one.stop != END_OF_SEQUENCE:
-            raise _invalid(f"{field}.stop", f"at most {num_prompt_tokens}, the prompt's tokens", one.stop)
-        if not MIN_RETENTION_PRIORITY <= one.priority <= MAX_RETENTION_PRIORITY:
-            expected = f"{MIN_RETENTION_PRIORITY} to {MAX_RETENTION_PRIORITY}"
-            raise _invalid(f"{field}.priority", expected, one.priority)
-        if not 0.0 <= one.duration <= MAX_DURATION:  # NaN is not in the range either
-            raise _invalid(f"{field}.duration", f"0 to {MAX_DURATION} seconds", one.duration)
+        is_decode = one.start == num_prompt_tokens and one.stop == END_OF_SEQUENCE
+        _check_range("retention.decode" if is_decode else f"retention.ranges[{index}]", one, num_prompt_tokens)
+
+
+def _check_range(field: str, one: RetentionRange, num_prompt_tokens: int) -> None:
+    if not 0 <= one.start <= num_prompt_tokens:
+        expected = f"a position in the prompt of {num_prompt_tokens} tokens"
+        raise invalid_parameter(f"{field}.start", expected, one.start, "positions count from 0")
+    if one.stop <= one.start:
+        expected = f"more than start ({one.start})"
+        raise invalid_parameter(f"{field}.stop", expected, one.stop, "leave it out for the prompt's end")
+    if one.stop > num_prompt_tokens and one.stop != END_OF_SEQUENCE:
+        expected = f"at most {num_prompt_tokens}, the prompt's tokens"
+        raise invalid_parameter(f"{field}.stop", expected, one.stop, "leave it out for the prompt's end")
+    check_priority(f"{field}.priority", one.priority)
+    if not 0.0 <= one.duration <= MAX_DURATION:  # NaN is not in the range either
+        raise invalid_parameter(f"{field}.duration", f"0 to {MAX_DURATION} seconds", one.duration, "0 has no end")
 
 
 def without_gaps(ranges: Sequence[RetentionRange], priority: int) -> list[RetentionRange]:
@@ -85,9 +101,3 @@ def without_gaps(ranges: Sequence[RetentionRange], priority: int) -> list[Retent
 
 def _start(one: RetentionRange) -> int:
     return one.start
-
-
-def _invalid(field: str, expected: str, got: object) -> InvalidRequestError:
-    return InvalidRequestError(
-        "INVALID_PARAMETER", f"{field}: expected {expected}, got {got}", field=field, expected=expected, got=got
-    )

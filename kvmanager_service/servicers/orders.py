@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
 from kvmanager_service.admission import Admission
-from kvmanager_service.core.errors import InvalidRequestError
+from kvmanager_service.core.errors import invalid_parameter
 from kvmanager_service.engine_api import Engine
 from kvmanager_service.output_stream import ManyStream
 
@@ -50,9 +50,11 @@ class OrderReader:
         if kind == "abort_request_id":
             self._abort(order.abort_request_id)
         elif kind is None:
-            self._many.fail("", _invalid("order", "generate or abort_request_id", "neither", "set one"))
+            self._many.fail("", invalid_parameter("order", "generate or abort_request_id", "neither", "set one"))
         elif not order.generate.request_id:
-            self._many.fail("", _invalid("generate.request_id", "1 to 256 characters", "none", "name the request"))
+            self._many.fail(
+                "", invalid_parameter("generate.request_id", "1 to 256 characters", "none", "name the request")
+            )
         elif self._admission.takes_long(order.generate):
             await self._slots.acquire()
             self._starting.add(order.generate.request_id)  # here: an abort may come before the task has begun
@@ -85,13 +87,3 @@ class OrderReader:
             self._aborted.add(request_id)
         elif self._many.is_open(request_id):
             self._engine.abort(request_id)
-
-
-def _invalid(field: str, expected: str, got: str, advice: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        "INVALID_PARAMETER",
-        f"{field}: expected {expected}, got {got}; {advice}",
-        field=field,
-        expected=expected,
-        got=got,
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from kvmanager_service.core.errors import InvalidRequestError
+from kvmanager_service.core.errors import InvalidRequestError, invalid_parameter
 
 __all__ = ["page_size", "read_block_token", "read_request_token", "request_token"]
 
@@ -20,7 +20,7 @@ def page_size(asked: int, *, default: int, most: int) -> int:
         InvalidRequestError: it is negative or too large.
     """
     if not 0 <= asked <= most:
-        raise _invalid("page_size", f"0 to {most}", asked, f"0 means {default}")
+        raise invalid_parameter("page_size", f"0 to {most}", asked, f"0 means {default}")
     return asked or default
 
 
@@ -43,7 +43,7 @@ def read_request_token(token: str) -> tuple[float, str] | None:
     except (ValueError, OverflowError):
         arrival_time = math.nan
     if not space or not math.isfinite(arrival_time):
-        raise _invalid("page_token", "next_page_token of the page before", "another text", "start at the first page")
+        raise _foreign_token()
     return arrival_time, request_id
 
 
@@ -56,15 +56,10 @@ def read_block_token(token: str) -> int:
     if not token:
         return 0
     if not (token.isascii() and token.isdecimal() and len(token) <= 10):
-        raise _invalid("page_token", "next_page_token of the page before", "another text", "start at the first page")
+        raise _foreign_token()
     return int(token)
 
 
-def _invalid(field: str, expected: str, got: object, advice: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        "INVALID_PARAMETER",
-        f"{field}: expected {expected}, got {got}; {advice}",
-        field=field,
-        expected=expected,
-        got=got,
-    )
+def _foreign_token() -> InvalidRequestError:
+    expected, advice = "next_page_token of the page before", "start at the first page"
+    return invalid_parameter("page_token", expected, "another text", advice)

@@ -179,16 +179,19 @@ def test_ranges_in_several_groups_reach_each_groups_blocks() -> None:
 @pytest.mark.parametrize(
     ("retention", "field"),
     [
-        ([RetentionRange(-1, 4, 0)], r"retention\[0\]\.start"),
-        ([RetentionRange(9, 12, 0)], r"retention\[0\]\.start"),
-        ([RetentionRange(0, 4, 0), RetentionRange(4, 4, 0)], r"retention\[1\]\.stop"),
-        ([RetentionRange(0, 9, 0)], r"retention\[0\]\.stop"),
-        ([RetentionRange(0, 4, 101)], r"retention\[0\]\.priority"),
-        ([RetentionRange(0, 4, -101)], r"retention\[0\]\.priority"),
-        ([RetentionRange(0, 4, 0, -0.1)], r"retention\[0\]\.duration"),
-        ([RetentionRange(0, 4, 0, MAX_DURATION + 1)], r"retention\[0\]\.duration"),
-        ([RetentionRange(0, 4, 0, float("nan"))], r"retention\[0\]\.duration"),
-        ([RetentionRange(0, 4, 0)] * (MAX_RANGES + 1), "retention: expected at most 64 ranges"),
+        ([RetentionRange(-1, 4, 0)], r"retention\.ranges\[0\]\.start"),
+        ([RetentionRange(9, 12, 0)], r"retention\.ranges\[0\]\.start"),
+        ([RetentionRange(0, 4, 0), RetentionRange(4, 4, 0)], r"retention\.ranges\[1\]\.stop"),
+        ([RetentionRange(0, 9, 0)], r"retention\.ranges\[0\]\.stop"),
+        ([RetentionRange(0, 4, 101)], r"retention\.ranges\[0\]\.priority"),
+        ([RetentionRange(0, 4, -101)], r"retention\.ranges\[0\]\.priority"),
+        ([RetentionRange(0, 4, 0, -0.1)], r"retention\.ranges\[0\]\.duration"),
+        ([RetentionRange(0, 4, 0, MAX_DURATION + 1)], r"retention\.ranges\[0\]\.duration"),
+        ([RetentionRange(0, 4, 0, float("nan"))], r"retention\.ranges\[0\]\.duration"),
+        ([RetentionRange(8, END_OF_SEQUENCE, 101)], r"retention\.decode\.priority"),
+        ([RetentionRange(8, END_OF_SEQUENCE, 0, -0.1)], r"retention\.decode\.duration"),
+        ([RetentionRange(8, END_OF_SEQUENCE, 0)] * (MAX_RANGES + 2), r"retention\.ranges: expected at most 64 ranges"),
+        ([RetentionRange(0, 4, 0)] * (MAX_RANGES + 1), r"retention\.ranges: expected at most 64 ranges"),
     ],
 )
 def test_scheduler_bad_range_refuses_the_request(retention: list[RetentionRange], field: str) -> None:
@@ -196,7 +199,8 @@ def test_scheduler_bad_range_refuses_the_request(retention: list[RetentionRange]
     with pytest.raises(InvalidRequestError, match=field):
         scheduler.add_request(new("a", 8, retention=retention))
     assert not scheduler.has_work
-    scheduler.add_request(new("a", 8, retention=[RetentionRange(0, 8, 100, MAX_DURATION)]))
+    most = [RetentionRange(0, 8, 100, MAX_DURATION)] * MAX_RANGES + [RetentionRange(8, END_OF_SEQUENCE, -100)]
+    scheduler.add_request(new("a", 8, retention=most))
 
 
 @given(

@@ -14,7 +14,7 @@ from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 from kvmanager_service.convert import check_request, to_new_request, to_sampling, token_array
 from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.core.request import NewRequest, SamplingParams
-from kvmanager_service.core.retention import END_OF_SEQUENCE, RetentionRange
+from kvmanager_service.core.retention import END_OF_SEQUENCE, RetentionRange, check_ranges
 from kvmanager_service.errors import PreconditionError
 from tests.unit.manager.manager_builders import generate_request, int32s, model_view, text_model
 
@@ -140,17 +140,7 @@ BAD = [
     (generate_request(request_id="x" * 257), "request_id"),
     (generate_request(cache_salt="x" * 257), "cache_salt"),
     (generate_request(tenant="x" * 257), "tenant"),
-    (with_range(start=-1), "retention.ranges.start"),
-    (with_range(start=1), "retention.ranges.start"),
-    (with_range(stop=0), "retention.ranges.stop"),
-    (with_range(stop=2), "retention.ranges.stop"),
-    (with_range(level=pb.RetentionLevel(priority=101)), "retention.ranges.level.priority"),
-    (with_range(level=pb.RetentionLevel(duration_ms=-1)), "retention.ranges.level.duration_ms"),
     (generate_request(1, retention=pb.Retention(ranges=[pb.RetentionRange()] * 65)), "retention.ranges"),
-    (
-        generate_request(1, retention=pb.Retention(decode=pb.RetentionLevel(priority=-101))),
-        "retention.decode.priority",
-    ),
     (generate_request(retention_priority=101), "retention_priority"),
     (generate_request(retention_priority=-101), "retention_priority"),
     (generate_request(resume_token_ids=pb.TokenIds(ids=[610])), "resume_token_ids"),
@@ -171,6 +161,28 @@ def test_convert_out_of_range_is_refused_with_field_expected_and_got(request_: p
         convert(request_, **changes)
     assert caught.value.metadata["field"] == field
     assert str(caught.value).startswith(f"{field}: ")
+
+
+BAD_RETENTION = [
+    (with_range(start=-1), "retention.ranges[0].start"),
+    (with_range(start=2), "retention.ranges[0].start"),
+    (with_range(start=1), "retention.ranges[0].stop"),
+    (with_range(start=1, stop=END_OF_SEQUENCE), "retention.ranges[0].stop"),
+    (with_range(stop=0), "retention.ranges[0].stop"),
+    (with_range(stop=2), "retention.ranges[0].stop"),
+    (with_range(stop=END_OF_SEQUENCE), "retention.ranges[0].stop"),
+    (with_range(level=pb.RetentionLevel(priority=101)), "retention.ranges[0].priority"),
+    (with_range(level=pb.RetentionLevel(duration_ms=-1)), "retention.ranges[0].duration"),
+    (generate_request(1, retention=pb.Retention(decode=pb.RetentionLevel(priority=-101))), "retention.decode.priority"),
+]
+
+
+@pytest.mark.parametrize(("request_", "field"), BAD_RETENTION, ids=range(len(BAD_RETENTION)))
+def test_convert_retention_out_of_range_is_what_the_core_refuses(request_: pb.GenerateRequest, field: str) -> None:
+    new = convert(request_)
+    with pytest.raises(InvalidRequestError, match=r"expected .*, got ") as caught:
+        check_ranges(new.retention, 1)
+    assert caught.value.metadata["field"] == field
 
 
 EDGES = [
