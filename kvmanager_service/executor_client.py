@@ -22,8 +22,8 @@ from google.rpc.status_pb2 import Status
 from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvplane.executor.v1.executor_service_pb2_grpc import ExecutorServiceStub
 
+from kvmanager_service.core.adoption import TaggedBlock
 from kvmanager_service.core.block_tag import decode_tag
-from kvmanager_service.core.kv_cache_manager import TaggedBlock
 from kvmanager_service.errors import STATUS_DETAILS_KEY
 
 _Answer = TypeVar("_Answer")

@@ -22,6 +22,7 @@ from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import BlockHash
 from kvmanager_service.core.block_history import BlockHistory, BlockMoment
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
+from kvmanager_service.core.retention import RetentionRange
 
 NULL_BLOCK_ID = 0
 
@@ -133,6 +134,16 @@ class BlockPool:
     def retain(self, blocks: Iterable[KVCacheBlock], priority: int, duration: float) -> None:
         """It asks for these of its blocks to be kept: tell the eviction policy. See `EvictionPolicy.retain`."""
         self.free_block_queue.retain(blocks, priority, duration)
+
+    def retain_ranges(
+        self, blocks: Sequence[KVCacheBlock], first: int, block_size: int, ranges: Iterable[RetentionRange]
+    ) -> None:
+        """The same for each range of tokens, of blocks that are, or were, a table from entry `first` on."""
+        end = first + len(blocks)
+        for one in ranges:
+            start, stop = one.start // block_size, -(-min(one.stop, end * block_size) // block_size)
+            if start < end and stop > first:
+                self.retain(blocks[max(0, start - first) : stop - first], one.priority, one.duration)
 
     def advance(self, now: float) -> None:
         """The time, in seconds that never fall, for durations asked of `retain`. Told before blocks are handed out."""

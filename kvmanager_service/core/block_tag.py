@@ -9,8 +9,8 @@ executor never looks inside.
 
 from __future__ import annotations
 
+from kvmanager_service.core.adoption import TaggedBlock
 from kvmanager_service.core.block import BlockContent
-from kvmanager_service.core.kv_cache_manager import TaggedBlock
 
 TAG_VERSION = 2
 MAX_TAG_BYTES = 4096

@@ -11,10 +11,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
+from kvmanager_service.core.adoption import TaggedBlock
 from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.block_hash import HashFunction, hash_block_tokens
 from kvmanager_service.core.block_pool import BlockPool
-from kvmanager_service.core.kv_cache_manager import TaggedBlock
 from kvmanager_service.core.prefix_ledger import PrefixLedger
 from kvmanager_service.core.request import TOKEN_BYTES
 

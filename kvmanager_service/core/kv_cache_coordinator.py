@@ -15,19 +15,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
+from kvmanager_service.core.adoption import TaggedBlock
 from kvmanager_service.core.block import KVCacheBlock
 from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import HashFunction, default_hash, hash_block_tokens
 from kvmanager_service.core.block_pool import BlockPool
+from kvmanager_service.core.copy_on_write import CopyOnWrite
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY
-from kvmanager_service.core.forks import require_forkable
 from kvmanager_service.core.group_adoption import GroupAdoption
+from kvmanager_service.core.group_forks import GroupForks
 from kvmanager_service.core.group_hits import GroupHits, GroupLookup
-from kvmanager_service.core.kv_cache_manager import KVCacheManager, TaggedBlock
+from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.kv_groups import FullAttention, GroupTable, KVGroup
 from kvmanager_service.core.prefix_ledger import PrefixLedger
 from kvmanager_service.core.request import Request
-from kvmanager_service.core.step import BlockCopy, CopyDirection
+from kvmanager_service.core.step import BlockCopy
 
 
 class KVCacheCoordinator:
@@ -46,7 +48,7 @@ class KVCacheCoordinator:
         hits: finds what is cached, and says what names a content.
         block_size: tokens that every hit is a multiple of.
         prefix_size: tokens per prefix.
-        copies: orders for the next step, in order; `take_copies` empties it.
+        copies: orders them for the next step; `take_copies` takes them.
 
     Invariants (`check_integrity`):
         No block is in tables of two groups. A table's entries are null before its `first`, and only there; `first` is
@@ -73,11 +75,12 @@ class KVCacheCoordinator:
         self.longest_chunk = longest_chunk
         self.enable_caching = enable_caching
         self.hash_function = hash_function
-        self.copies: list[BlockCopy] = []
+        self.copies = CopyOnWrite(self.pool)
         self.hits = GroupHits(self.pool, groups, hash_function)
         self.block_size = self.hits.block_size
         self.prefix_size = self.hits.prefix_size
         self.ledger = PrefixLedger(self.pool)
+        self._forks = GroupForks(self.pool, self.groups, self.prefix_size, self.copies)
         self._full_groups = [index for index, group in enumerate(groups) if group.reach is None]
         self._requests_with_prefixes: dict[int, Request] = {}
 
@@ -217,8 +220,8 @@ class KVCacheCoordinator:
             first = group.first_needed_block(num_computed)
             firsts.append(first)
             leaving += table.blocks[table.first : first]
-        tails = self._shared_tails(request) if request.may_share_tail else []
-        needed = sum(num_new) + len(tails)
+        num_copied = self._forks.num_shared_tails(request) if request.may_share_tail else 0
+        needed = sum(num_new) + num_copied
         if needed > self.pool.num_free_blocks + sum(block.ref_cnt == 1 for block in leaving):
             return False
         if leaving:
@@ -229,7 +232,7 @@ class KVCacheCoordinator:
             if count:
                 table.extend(self.pool.get_new_blocks(count))
         if request.may_share_tail:
-            self._own_tails(request, tails)
+            self._forks.own_tails(request)
         return True
 
     # --- tables are forked ----------------------------------------------------------------------------------------
@@ -237,69 +240,18 @@ class KVCacheCoordinator:
     def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
         """Let a request without blocks hold what goes on from another's first num_tokens tokens, in all groups.
 
-        No block is copied or taken: whoever of the two writes next into a block that both hold gets a copy then. Of a
-        recurrent state that is the state itself.
-
-        Args:
-            parent: a running one, with at least num_tokens tokens computed.
-            child: its first num_tokens tokens, and all that decides their K/V, are the parent's.
-            num_tokens: at least 1; with windows or states, not so far back that the parent's tables have left it.
+        See `GroupForks.fork`.
 
         Raises:
-            ValueError: that is not so; nothing has changed.
+            ValueError: that cannot be; nothing has changed.
         """
-        require_forkable(parent, child, num_tokens, self.prefix_size)
-        for index, (group, held) in enumerate(zip(self.groups, parent.tables, strict=True)):
-            is_held = held.first <= group.first_needed_block(num_tokens)
-            if not is_held or not group.can_fork(num_tokens, parent.num_computed_tokens):
-                raise ValueError(f"expected group {index} of {parent!r} to hold what token {num_tokens} reads")
-        is_cached = True
-        for group, held in zip(self.groups, parent.tables, strict=True):
-            stop = group.num_blocks_for(num_tokens)
-            first = min(group.first_needed_block(num_tokens), stop)
-            table = GroupTable(group, self.pool.null_block, first)
-            table.extend(held.blocks[first:stop])
-            num_full = num_tokens // group.block_size
-            table.cached_to(max(first, min(held.num_cached, num_full)))
-            is_cached = is_cached and table.num_cached >= num_full
-            self.pool.touch(table.blocks[first:])
-            child.tables.append(table)
-        num_prefixes = num_tokens // self.prefix_size
-        child.block_hashes = parent.block_hashes[:num_prefixes]
-        child.contents = parent.contents[:num_prefixes]
+        self._forks.fork(parent, child, num_tokens)
         if child.contents:
             self._requests_with_prefixes[child.arrival_seq] = child
-        child.is_cacheable = is_cached
-        child.num_computed_tokens = num_tokens
-        parent.may_share_tail = child.may_share_tail = True
-
-    def _shared_tails(self, request: Request) -> list[int]:
-        """The groups where another table has the block that the request's next token is written to."""
-        num_computed = request.num_computed_tokens
-        return [
-            group_index
-            for group_index, (group, table) in enumerate(zip(self.groups, request.tables, strict=True))
-            if (index := num_computed // group.block_size) < len(table.blocks) and table.blocks[index].ref_cnt > 1
-        ]
-
-    def _own_tails(self, request: Request, shared_in: list[int]) -> None:
-        """Let the blocks that the request's next token is written to be its alone, those of some groups as copies."""
-        request.may_share_tail = False
-        for group_index, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
-            index = request.num_computed_tokens // group.block_size
-            held = table.blocks[index]
-            if group_index not in shared_in:
-                self.pool.overwrite(held)
-                continue
-            (own,) = self.pool.get_new_blocks(1)
-            self.copies.append(BlockCopy(CopyDirection.DEVICE_TO_DEVICE, held.block_id, own.block_id))
-            self.pool.free_blocks((held,))
-            table.replace(index, own)
 
     def take_copies(self) -> list[BlockCopy]:
         """The copies that the step being made must order before its rows write."""
-        copies, self.copies = self.copies, []
-        return copies
+        return self.copies.take()
 
     # --- tables and the cache -------------------------------------------------------------------------------------
 
@@ -372,12 +324,8 @@ class KVCacheCoordinator:
             self.pool.retain(blocks, request.retention_priority, 0.0)
             return
         for group, table in zip(self.groups, request.tables, strict=False):
-            size, num_tokens = group.block_size, len(table.blocks) * group.block_size
-            for one in request.retention:
-                first = max(one.start // size, table.first)
-                if one.start < num_tokens:
-                    held = table.blocks[first : -(-min(one.stop, num_tokens) // size)]
-                    self.pool.retain(held, one.priority, one.duration)
+            held = table.blocks[table.first :]
+            self.pool.retain_ranges(held, table.first, group.block_size, request.retention)
 
     def frees_a_block(self, request: Request) -> bool:
         """Whether `free` would put at least one block back into the free queue."""

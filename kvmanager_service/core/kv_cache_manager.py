@@ -4,41 +4,26 @@ Station: called by `Scheduler`; the only user of `BlockPool`. One KV group (full
 its tokens [i * block_size, (i + 1) * block_size).
 
 Requests with a common prefix hold the same blocks: by `fork`, partial ones too. Nobody writes to a block that another
-holds: who is about to gets a copy (`copies` orders it from the executor) and lets go of the original, so that the last
-holder writes in place. Source: vLLM's paper (Kwon et al., SOSP 2023) for copy on write of blocks.
+holds, see `copy_on_write`.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain
 
+from kvmanager_service.core.adoption import Adoption, TaggedBlock
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_events import BlockEventLog
-from kvmanager_service.core.block_hash import NONE_HASH, BlockHash, HashFunction, default_hash, hash_block_tokens
+from kvmanager_service.core.block_hash import NONE_HASH, HashFunction, default_hash, hash_block_tokens
 from kvmanager_service.core.block_history import BlockHistory, BlockMoment
 from kvmanager_service.core.block_pool import BlockPool
+from kvmanager_service.core.copy_on_write import CopyOnWrite
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY
 from kvmanager_service.core.forks import require_forkable
 from kvmanager_service.core.request import TOKEN_BYTES, Request
-from kvmanager_service.core.step import BlockCopy, CopyDirection
-
-
-@dataclass(frozen=True, slots=True)
-class TaggedBlock:
-    """A block an executor holds, with what an earlier manager noted on it; see `block_tag`.
-
-    `serial` and `parent_serial` are those of `BlockContent`, the latter 0 for a first block.
-    """
-
-    block_id: int
-    block_hash: BlockHash
-    serial: int
-    parent_serial: int
-    token_bytes: bytes
-    extra_keys: bytes
+from kvmanager_service.core.step import BlockCopy
 
 
 class KVCacheManager:
@@ -54,7 +39,7 @@ class KVCacheManager:
         history: told of what becomes of each block; None tells nobody.
 
     Attributes:
-        copies: orders for the next step, in order; `take_copies` empties it.
+        copies: orders them for the next step; `take_copies` takes them.
     """
 
     def __init__(
@@ -74,7 +59,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_caching = enable_caching
         self.hash_function = hash_function
-        self.copies: list[BlockCopy] = []
+        self.copies = CopyOnWrite(self.pool)
         self._block_bytes = block_size * TOKEN_BYTES
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -189,22 +174,18 @@ class KVCacheManager:
         index = request.num_computed_tokens // self.block_size
         if index >= len(request.blocks):
             return
-        shared = request.blocks[index]
-        if shared.ref_cnt == 1:
-            self.pool.overwrite(shared)
+        held = request.blocks[index]
+        own = self.copies.own(held)
+        if own is held:
             return
-        (own,) = self.pool.get_new_blocks(1)
-        self.copies.append(BlockCopy(CopyDirection.DEVICE_TO_DEVICE, shared.block_id, own.block_id))
-        self.pool.free_blocks((shared,))
         request.blocks[index] = own
         request.block_id_bytes[index * 4 : index * 4 + 4] = own.block_id.to_bytes(4, "little")
-        self._note(request, [shared], BlockMoment.FREED)
+        self._note(request, [held], BlockMoment.FREED)
         self._note(request, [own], BlockMoment.ALLOCATED)
 
     def take_copies(self) -> list[BlockCopy]:
         """The copies that the step being made must order before its rows write."""
-        copies, self.copies = self.copies, []
-        return copies
+        return self.copies.take()
 
     def allocate_sequence(self, request: Request, reserve: int = 0) -> bool:
         """Give a request without blocks those of its whole known sequence, as many as can be from the cache.
@@ -320,12 +301,7 @@ class KVCacheManager:
         if request.retention is None:
             self.pool.retain(blocks, request.retention_priority, 0.0)
             return
-        size = self.block_size
-        start, stop = first * size, (first + len(blocks)) * size
-        for one in request.retention:
-            if one.start < stop and one.stop > start:
-                held = blocks[max(0, one.start // size - first) : -(-min(one.stop, stop) // size) - first]
-                self.pool.retain(held, one.priority, one.duration)
+        self.pool.retain_ranges(blocks, first, self.block_size, request.retention)
 
     def distrust(self, request: Request, step_id: int, *, with_table: bool) -> set[KVCacheBlock]:
         """Un-hash blocks whose content a failed row put in doubt.
@@ -354,44 +330,13 @@ class KVCacheManager:
         return any(block.ref_cnt == 1 for block in reversed(request.blocks))
 
     def adopt(self, tagged: Iterable[TaggedBlock]) -> int:
-        """Take over blocks that an executor still holds; each must hash to what its tag says and have its parent here.
+        """Take over blocks that an executor still holds; see `adoption`. Returns how many.
 
-        A parent is named by its serial: another content with the same hash may have taken its place.
-
-        Returns:
-            How many blocks were adopted. The others stay free and empty.
+        The others stay free and empty.
         """
         if not self.enable_caching:
             return 0
-        children: dict[int, list[TaggedBlock]] = {}
-        for tag in tagged:
-            self.pool.next_serial = max(self.pool.next_serial, tag.serial + 1, tag.parent_serial + 1)
-            children.setdefault(tag.parent_serial, []).append(tag)
-        adopted: list[KVCacheBlock] = []
-        level: dict[int, BlockContent | None] = {0: None}
-        while level:
-            following: dict[int, BlockContent | None] = {}
-            for parent_serial, parent in level.items():
-                for tag in children.pop(parent_serial, ()):
-                    content = self._adopt_block(tag, parent)
-                    if content is not None:
-                        adopted.append(self.pool.blocks[tag.block_id])
-                        following.setdefault(tag.serial, content)
-            level = following
-        self.pool.free_blocks(reversed(adopted))
-        return len(adopted)
-
-    def _adopt_block(self, tag: TaggedBlock, parent: BlockContent | None) -> BlockContent | None:
-        parent_hash = None if parent is None else parent.block_hash
-        is_sound = (
-            0 < tag.block_id < len(self.pool.blocks)
-            and tag.serial > 0
-            and len(tag.token_bytes) == self.block_size * TOKEN_BYTES
-            and hash_block_tokens(self.hash_function, parent_hash, tag.token_bytes, tag.extra_keys) == tag.block_hash
-        )
-        if not is_sound:
-            return None
-        return self.pool.adopt(tag.block_id, tag.block_hash, parent, tag.token_bytes, tag.extra_keys, serial=tag.serial)
+        return Adoption(self.pool, self.block_size, self.hash_function).adopt(tagged)
 
     def _update_hashes(self, request: Request) -> None:
         hashes = request.block_hashes

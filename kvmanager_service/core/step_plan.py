@@ -28,7 +28,7 @@ class StepPlan:
     Attributes:
         step_id: the step's.
         rows: in the order they were added.
-        copies: what blocks are to be copied before the rows write, in order: `kv.copies`, and what others add to it.
+        copies: what blocks are to be copied before the rows write, in order: `kv.copies.orders`, and what others add.
         awaited: blocks, on their way to the host, that running requests wait for; by the request's arrival_seq.
         budget: tokens that may still be added.
     """
@@ -36,7 +36,7 @@ class StepPlan:
     def __init__(self, step_id: int, previous: Step | None, kv: KVCache, config: SchedulerConfig) -> None:
         self.step_id = step_id
         self.rows: list[ScheduledRow] = []
-        self.copies = kv.copies
+        self.copies = kv.copies.orders
         self.awaited: dict[int, int] = {}
         self.budget = config.max_num_batched_tokens
         self._longest_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens

@@ -11,9 +11,9 @@ from array import array
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from kvmanager_service.core.adoption import TaggedBlock
 from kvmanager_service.core.block_tag import decode_tag, encode_tag
 from kvmanager_service.core.errors import RowFailedError
-from kvmanager_service.core.kv_cache_manager import TaggedBlock
 from kvmanager_service.core.kv_groups import ChunkedLocal, KVGroup, RecurrentState, SlidingWindow
 from kvmanager_service.core.step import BlockCopy, Step, StepResult
 

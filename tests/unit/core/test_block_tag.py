@@ -1,8 +1,8 @@
 import pytest
 
+from kvmanager_service.core.adoption import TaggedBlock
 from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.block_tag import MAX_TAG_BYTES, TAG_VERSION, decode_tag, encode_tag
-from kvmanager_service.core.kv_cache_manager import TaggedBlock
 from tests.unit.core.builders import token_bytes
 
 TOKENS = token_bytes([1, 2, 3, -1])

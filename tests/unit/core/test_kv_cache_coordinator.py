@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmanager_service.core.adoption import TaggedBlock
 from kvmanager_service.core.block_hash import KeyDomain
 from kvmanager_service.core.block_tag import decode_tag, encode_tag
 from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.core.extra_keys import PromptSpan
 from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator, make_kv_cache
-from kvmanager_service.core.kv_cache_manager import KVCacheManager, TaggedBlock
+from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.kv_groups import ChunkedLocal, FullAttention, KVGroup, RecurrentState, SlidingWindow
 from kvmanager_service.core.request import FinishReason, Request
 from tests.unit.core.builders import (

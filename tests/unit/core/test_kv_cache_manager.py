@@ -3,8 +3,9 @@ from collections.abc import Iterable
 
 import pytest
 
+from kvmanager_service.core.adoption import TaggedBlock
 from kvmanager_service.core.block_hash import default_hash, hash_block_tokens
-from kvmanager_service.core.kv_cache_manager import KVCacheManager, TaggedBlock
+from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import Request
 from tests.unit.core.builders import block_ids, free_ids, make_kv, make_request, read_int32, state_of, token_bytes
 
