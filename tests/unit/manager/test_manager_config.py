@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import typing
-
 import pytest
 
 from kvmanager_service.config import ENV_PREFIX, ConfigError, ManagerConfig, load_config
-from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
+from kvmanager_service.core.eviction_policies import EVICTION_POLICIES
 
 
 @pytest.fixture(autouse=True)
@@ -18,16 +16,15 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_config_nothing_given_is_default() -> None:
     config = load_config([])
-    assert (config.host, config.port, config.policy) == ("127.0.0.1", 50051, "fcfs")
+    assert (config.host, config.port, config.policy, config.eviction_policy) == ("127.0.0.1", 50051, "fcfs", "lru")
     assert (config.max_num_batched_tokens, config.max_num_seqs, config.max_waiting) == (2048, 256, 1000)
     assert (config.enable_prefix_caching, config.queue_ahead) == (True, True)
     assert (config.watermark, config.lease_ms, config.executor_timeout_s) == (0.01, 10_000, 60.0)
 
 
-def test_config_eviction_policies_are_those_of_the_core() -> None:
-    choices = typing.get_args(ManagerConfig.model_fields["eviction_policy"].annotation)
-    assert choices == tuple(EVICTION_POLICIES)
-    assert load_config([]).eviction_policy == DEFAULT_EVICTION_POLICY
+@pytest.mark.parametrize("name", EVICTION_POLICIES)
+def test_config_eviction_policy_takes_every_one_of_the_core(name: str) -> None:
+    assert load_config(["--eviction-policy", name]).eviction_policy == name
 
 
 def test_config_environment_twin_beats_default(monkeypatch: pytest.MonkeyPatch) -> None:
