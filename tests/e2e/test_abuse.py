@@ -159,6 +159,15 @@ def bad_requests() -> Iterator[tuple[str, pb.GenerateRequest, grpc.StatusCode, s
     for name, cases in rules.items():
         for index, bad in enumerate(cases):
             yield f"{name} {index}", bad, INVALID, "INVALID_PARAMETER", f"stopping.{name}"
+    asked = {
+        "ranges": pb.Retention(ranges=[pb.RetentionRange()] * 65),
+        "ranges[0].start": pb.Retention(ranges=[pb.RetentionRange(start=-1)]),
+        "ranges[1].stop": pb.Retention(ranges=[pb.RetentionRange(), pb.RetentionRange(stop=2**31 - 1)]),
+        "ranges[0].priority": pb.Retention(ranges=[pb.RetentionRange(level=pb.RetentionLevel(priority=101))]),
+        "decode.duration": pb.Retention(decode=pb.RetentionLevel(duration_ms=-1)),
+    }
+    for name, retention in asked.items():
+        yield name, request(retention=retention), INVALID, "INVALID_PARAMETER", f"retention.{name}"
     yield "no prompt", pb.GenerateRequest(), INVALID, "INVALID_PARAMETER", "prompt"
     yield "no tokens", prompt([]), INVALID, "EMPTY_PROMPT", "prompt"
     yield "no messages", pb.GenerateRequest(chat=pb.ChatPrompt()), INVALID, "INVALID_PARAMETER", "chat.messages"
