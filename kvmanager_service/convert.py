@@ -45,6 +45,8 @@ MAX_BIASES = 1_024
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.0625, 16.0
 """Beyond, a logit may leave float32, and the row would fail as if the model had computed nonsense."""
 MAX_OUTPUTS = 128
+MAX_ID_CHARS_OF_SEVERAL = MAX_ID_CHARS - len(branch_id("", MAX_OUTPUTS - 1))
+"""With several outputs, so that each one's own id is short enough for Abort and ListRequests."""
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 64
@@ -60,12 +62,12 @@ def check_request(request: pb.GenerateRequest, model: ModelView) -> SamplingPara
         InvalidRequestError: a field is out of range.
         PreconditionError: stop strings, and the model has no tokenizer.
     """
-    check_request_id(request.request_id)
+    _check_outputs(request)
+    check_length("request_id", request.request_id, 0, MAX_ID_CHARS_OF_SEVERAL if request.n > 1 else MAX_ID_CHARS)
     check_length("cache_salt", request.cache_salt, 0, MAX_SALT_CHARS)
     check_length("tenant", request.tenant, 0, MAX_TENANT_CHARS)
     check_priority("retention_priority", request.retention_priority)
     check_count("retention.ranges", request.retention.ranges, MAX_RANGES)
-    _check_outputs(request)
     if request.WhichOneof("prompt") is None:
         raise invalid_parameter("prompt", "text, token_ids or chat", "none of them", "set one")
     _check_fits_model("prompt", len(request.token_ids.ids), model)

@@ -7,7 +7,9 @@ was expected, what was got and what to do. Prompts, texts and token ids of reque
     ├── UnavailableError            no executor, draining, or broken: try again later
     ├── PreconditionError           the model lacks what the request needs (chat template, tokenizer)
     ├── ExecutorRejectedError       the executor serves another model, or one that cannot be used
-    └── ExecutorIdReusedError       an executor id came back with another address
+    ├── ExecutorIdReusedError       an executor id came back with another address
+    ├── TooManyPoolsError           pools of engines with their own loop, or blocks in them, are as many as may be
+    └── StaleBatchError             a batch of operations on a pool is neither the next nor the newest
 """
 
 from __future__ import annotations

@@ -66,11 +66,13 @@ class ReadyExecutor:
         info: what it said of its model.
         kv_cache: the cache's name and size, host blocks included.
         tagged: blocks it still holds from an earlier manager; None when the cache is the one the caller knew.
+        num_unwanted_host_blocks: host blocks that it has set memory aside for, and that the caller has no use for.
     """
 
     info: pb.GetModelInfoResponse
     kv_cache: pb.KvCacheState
     tagged: list[TaggedBlock] | None
+    num_unwanted_host_blocks: int = 0
 
     @property
     def num_host_blocks(self) -> int:
@@ -96,6 +98,7 @@ class ExecutorConnection:
         known_epoch: int,
         *,
         with_tokenizer: bool,
+        with_host_blocks: bool = True,
         on_progress: Callable[[], None] = lambda: None,
     ) -> ReadyExecutor:
         """Bring the executor to where steps can be sent. A cache that it has stays as it is if it is of use.
@@ -105,6 +108,8 @@ class ExecutorConnection:
             max_num_seqs: most rows of a step.
             known_epoch: the cache content the caller has books on, or 0.
             with_tokenizer: whether the tokenizer's files, which may be tens of MB, are wanted.
+            with_host_blocks: whether blocks will be swapped out. Without, no memory is taken for host blocks; a cache
+                that has some is kept all the same, for what it holds is worth more than they cost.
             on_progress: called at each sign that the executor does something.
 
         Raises:
@@ -121,6 +126,8 @@ class ExecutorConnection:
                 )
             )
             on_progress()
+            num_host_blocks = profile.num_host_blocks if with_host_blocks else 0
+            num_unwanted = profile.num_host_blocks - num_host_blocks
             info = _readable(
                 await self._stub.GetModelInfo(
                     pb.GetModelInfoRequest(include_tokenizer_files=with_tokenizer), timeout=UNARY_TIMEOUT_S
@@ -129,15 +136,16 @@ class ExecutorConnection:
             on_progress()
             if info.HasField("kv_cache") and info.kv_cache.kv_epoch == known_epoch:
                 return ReadyExecutor(info, info.kv_cache, None)
-            if info.HasField("kv_cache") and _is_all_there_is(info.kv_cache, profile):
-                return ReadyExecutor(info, info.kv_cache, await self._list_tags(info.kv_cache, on_progress))
+            if info.HasField("kv_cache") and _is_enough(info.kv_cache, profile.num_blocks, num_host_blocks):
+                tagged = await self._list_tags(info.kv_cache, on_progress)
+                return ReadyExecutor(info, info.kv_cache, tagged, num_unwanted)
             initialized = _readable(
                 await self._stub.InitializeKvCache(
-                    pb.InitializeKvCacheRequest(num_blocks=profile.num_blocks, num_host_blocks=profile.num_host_blocks),
+                    pb.InitializeKvCacheRequest(num_blocks=profile.num_blocks, num_host_blocks=num_host_blocks),
                     timeout=PROFILE_TIMEOUT_S,
                 )
             )
-            return ReadyExecutor(info, initialized.kv_cache, [])
+            return ReadyExecutor(info, initialized.kv_cache, [], num_unwanted)
         except grpc.aio.AioRpcError as error:
             raise _lost(error) from error
 
@@ -251,9 +259,9 @@ class StepStream:
 _UNDECIDED = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
 
 
-def _is_all_there_is(kv_cache: pb.KvCacheState, profile: pb.ProfileMemoryResponse) -> bool:
-    """Whether a cache has every block that the executor has room for."""
-    return (kv_cache.num_blocks, kv_cache.num_host_blocks) == (profile.num_blocks, profile.num_host_blocks)
+def _is_enough(kv_cache: pb.KvCacheState, num_blocks: int, num_host_blocks: int) -> bool:
+    """Whether a cache has every block that the executor has room for, and the host blocks that are wanted."""
+    return kv_cache.num_blocks == num_blocks and kv_cache.num_host_blocks >= num_host_blocks
 
 
 def _lost(error: grpc.aio.AioRpcError) -> ExecutorLostError:

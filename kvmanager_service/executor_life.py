@@ -15,6 +15,7 @@ from typing import NoReturn
 import structlog
 
 from kvmanager_service.config import ManagerConfig
+from kvmanager_service.core.scheduler_config import RECOMPUTE
 from kvmanager_service.engine_api import ModelView
 from kvmanager_service.executor_checks import (
     ExecutorUnfitError,
@@ -79,6 +80,7 @@ class ExecutorLife:
                 self._config.max_num_seqs,
                 self._steps.kv_epoch,
                 with_tokenizer=self.model is None,
+                with_host_blocks=self._config.preemption_mode != RECOMPUTE,
                 on_progress=on_progress,
             )
             return PreparedExecutor(executor, connection, ready, await self._check(executor, ready))

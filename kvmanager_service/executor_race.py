@@ -21,7 +21,13 @@ from typing import Any
 import structlog
 
 from kvmanager_service.engine_api import ModelView
-from kvmanager_service.executor_client import ExecutorConnection, ExecutorGoneError, ExecutorLostError, ReadyExecutor
+from kvmanager_service.executor_client import (
+    PROFILE_TIMEOUT_S,
+    ExecutorConnection,
+    ExecutorGoneError,
+    ExecutorLostError,
+    ReadyExecutor,
+)
 from kvmanager_service.registry import ExecutorRegistry, ExecutorState, RegisteredExecutor
 
 __all__ = ["LEASE_OVER", "BringUp", "ExecutorRace", "PreparedExecutor"]
@@ -33,7 +39,10 @@ GRACE_S = 5.0
 MAX_AT_ONCE = 4
 """Most candidates that are brought up at once."""
 PATIENCE_S = 30.0
-"""How long a candidate without a sign of life keeps its place when all are taken and another wants one."""
+"""How long a candidate without a sign of life keeps its place when all are taken and another wants one. Each time it
+loses its place so, it keeps the next one twice as long: whatever a profile run takes, one attempt outlasts it."""
+MAX_PATIENCE_S = PROFILE_TIMEOUT_S
+"""The doubling ends here: the longest call of a bring-up has ended by then."""
 BACKOFF_S = (0.1, 0.2, 0.5, 1.0)
 """Waits between attempts to use one executor; the last repeats."""
 LEASE_OVER = "its lease ran out: it did not register again in time"
@@ -62,11 +71,24 @@ fails or is cancelled, it leaves nothing open."""
 
 @dataclass(slots=True)
 class _Attempt:
-    """A candidate under way: its last sign of life, and for how long that is enough."""
+    """A candidate under way: its last sign of life, and for how long that is enough.
+
+    Attributes:
+        executor: who is brought up.
+        seen_at: its last sign of life, or its beginning.
+        grace_s: how long nobody else begins after that.
+        patience_s: how long it keeps its place after that.
+    """
 
     executor: RegisteredExecutor
     seen_at: float
     grace_s: float
+    patience_s: float
+
+    @property
+    def loses_place_at(self) -> float:
+        """When it may be given up for another that waits."""
+        return self.seen_at + self.patience_s
 
     def seen(self) -> None:
         """It shows a sign of life."""
@@ -87,26 +109,32 @@ class ExecutorRace:
         self._attempts: dict[asyncio.Task[PreparedExecutor], _Attempt] = {}
         self._failures: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
+        self._patience_s: dict[str, float] = {}
 
     async def winner(self) -> PreparedExecutor:
-        """Wait for an executor that is ready. When this returns, all others are closed."""
+        """Wait for an executor that is ready. When this returns, all others are closed; when it raises, all are."""
         try:
-            while True:
-                changed = self._registry.next_change
-                await self._end_those_gone()
-                await self._begin_those_due()
-                await self._wait(changed)
-                done = [task for task in self._attempts if task.done()]
-                for task in done:
-                    self._note_if_failed(task)
-                ready = [task for task in done if task in self._attempts]
-                if ready:
-                    # The first that began; but a cache that is kept is worth more than an empty one.
-                    first = min(ready, key=lambda task: task.result().ready.tagged is not None)
-                    del self._attempts[first]
-                    return first.result()
+            first = await self._first_ready()
+            # It is one of the attempts until it is handed over, so that who cancels this meanwhile closes it, too.
+            await self._end(*(task for task in self._attempts if task is not first))
+            del self._attempts[first]
+            return first.result()
         finally:
             await self._end(*self._attempts)
+
+    async def _first_ready(self) -> asyncio.Task[PreparedExecutor]:
+        while True:
+            changed = self._registry.next_change
+            await self._end_those_gone()
+            await self._begin_those_due()
+            await self._wait(changed)
+            done = [task for task in self._attempts if task.done()]
+            for task in done:
+                self._note_if_failed(task)
+            ready = [task for task in done if task in self._attempts]
+            if ready:
+                # The first that began; but a cache that is kept is worth more than an empty one.
+                return min(ready, key=lambda task: task.result().ready.tagged is not None)
 
     def note_loss(self, executor: RegisteredExecutor, lost: ExecutorLostError, *, hangs: bool, again: bool) -> None:
         """An executor could not be used, or not any more: it comes after the others, and not at once.
@@ -133,7 +161,7 @@ class ExecutorRace:
         # It is nobody's turn before this, but of one that is better than all that are under way.
         quiet_at = max((attempt.seen_at + attempt.grace_s for attempt in self._attempts.values()), default=0.0)
         if len(under_way) >= MAX_AT_ONCE:
-            quiet_at = max(quiet_at, self._quietest().seen_at + PATIENCE_S)
+            quiet_at = max(quiet_at, self._first_to_lose_place().loses_place_at)
         waiting, is_better = [], True
         for candidate in candidates:
             if any(candidate is executor for executor in under_way):
@@ -144,13 +172,19 @@ class ExecutorRace:
         return waiting
 
     async def _begin_those_due(self) -> None:
-        while due := [candidate for turn, candidate in self._waiting() if turn <= _now()]:
-            if len(self._attempts) >= MAX_AT_ONCE:
-                await self._give_up(self._quietest(), ExecutorLostError("it was not ready in time, and others wait"))
-            self._begin(due[0])
+        """Begin with those whose turn has come, until one that is under way has ended: that is looked at first."""
+        while not any(task.done() for task in self._attempts):
+            due = [candidate for turn, candidate in self._waiting() if turn <= _now()]
+            if not due:
+                return
+            if len(self._attempts) < MAX_AT_ONCE:
+                self._begin(due[0])
+            else:  # and look again: while that one ends, another may end, come or go
+                await self._take_place(self._first_to_lose_place())
 
     def _begin(self, executor: RegisteredExecutor) -> None:
-        attempt = _Attempt(executor, _now(), CONNECT_GRACE_S)
+        patience_s = self._patience_s.get(executor.executor_id, PATIENCE_S)
+        attempt = _Attempt(executor, _now(), CONNECT_GRACE_S, patience_s)
         self._registry.set_state(executor.executor_id, ExecutorState.CONNECTING)
         task = asyncio.create_task(self._bring_up(executor, attempt.seen), name=f"bring-up-{executor.executor_id}")
         self._attempts[task] = attempt
@@ -167,8 +201,13 @@ class ExecutorRace:
 
     # --- who ends -------------------------------------------------------------------------------------------------
 
-    def _quietest(self) -> _Attempt:
-        return min(self._attempts.values(), key=lambda attempt: attempt.seen_at)
+    def _first_to_lose_place(self) -> _Attempt:
+        return min(self._attempts.values(), key=lambda attempt: attempt.loses_place_at)
+
+    async def _take_place(self, attempt: _Attempt) -> None:
+        """Give up one that was not ready in time; next time it has more of it."""
+        self._patience_s[attempt.executor.executor_id] = min(2 * attempt.patience_s, MAX_PATIENCE_S)
+        await self._give_up(attempt, ExecutorLostError("it was not ready in time, and others wait"))
 
     def _note_if_failed(self, task: asyncio.Task[PreparedExecutor]) -> None:
         """Take one that has failed off the list. Raises what is nobody's fault but ours."""
@@ -185,7 +224,7 @@ class ExecutorRace:
             if not any(attempt.executor is candidate for candidate in candidates):
                 await self._give_up(attempt, ExecutorGoneError(LEASE_OVER))
         known = {candidate.executor_id for candidate in candidates}
-        for notes in (self._failures, self._not_before):
+        for notes in (self._failures, self._not_before, self._patience_s):
             for executor_id in notes.keys() - known:
                 del notes[executor_id]
 
@@ -194,18 +233,29 @@ class ExecutorRace:
         self.note_loss(attempt.executor, why, hangs=False, again=True)
 
     async def _end(self, *tasks: asyncio.Task[PreparedExecutor]) -> None:
-        """Close executors, whether under way or ready, that are not wanted now."""
+        """Close executors, whether under way or ready, that are not wanted now.
+
+        May be cancelled, and called again for the same ones: each is an attempt until it is closed.
+        """
         for task in tasks:
-            task.cancel()
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        for task, outcome in zip(tasks, outcomes, strict=True):
-            executor = self._attempts.pop(task).executor
-            error = str(outcome) if isinstance(outcome, ExecutorLostError) else ""
-            self._registry.set_state(executor.executor_id, ExecutorState.STANDBY, error)
-            if isinstance(outcome, PreparedExecutor):
-                await outcome.connection.close()
-            elif isinstance(outcome, Exception) and not error:
-                _log.error("executor_bring_up_failed", executor_id=executor.executor_id, exc_info=outcome)
+            if not task.cancelling():  # one that closes its connection already is not to be disturbed
+                task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for task in tasks:
+            await self._close(task)
+
+    async def _close(self, task: asyncio.Task[PreparedExecutor]) -> None:
+        """Take one that has ended off the list, and close its connection if it was ready."""
+        executor = self._attempts[task].executor
+        failure = None if task.cancelled() else task.exception()
+        if not task.cancelled() and failure is None:
+            await task.result().connection.close()
+        del self._attempts[task]
+        error = str(failure) if isinstance(failure, ExecutorLostError) else ""
+        self._registry.set_state(executor.executor_id, ExecutorState.STANDBY, error)
+        if failure is not None and not isinstance(failure, ExecutorLostError):
+            _log.error("executor_bring_up_failed", executor_id=executor.executor_id, exc_info=failure)
 
 
 def _now() -> float:

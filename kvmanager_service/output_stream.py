@@ -118,33 +118,57 @@ class OutputStream:
         self._ready.set()
 
 
+class _ManyRequest:
+    """A request of a `ManyStream`: what its outputs have in common, so that none of them looks at the others.
+
+    Attributes:
+        request_id: the request.
+        num_open: outputs that have not finished.
+        failed: whether an output has failed, and with it the request: the client is told of no other.
+    """
+
+    __slots__ = ("failed", "num_open", "request_id")
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.num_open = 0
+        self.failed = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.failed or not self.num_open
+
+
 class _ManySink:
     """The sink of one output of a request of a `ManyStream`.
 
     Attributes:
-        stream: the output's.
-        streams: those of all outputs of the request.
+        request: the request.
     """
 
-    __slots__ = ("_many", "stream", "streams")
+    __slots__ = ("_many", "_stream", "request")
 
-    def __init__(self, many: ManyStream, stream: RequestStream, streams: list[RequestStream]) -> None:
+    def __init__(self, many: ManyStream, stream: RequestStream, request: _ManyRequest) -> None:
         self._many = many
-        self.stream = stream
-        self.streams = streams
-        streams.append(stream)
+        self._stream = stream
+        self.request = request
+        request.num_open += 1
 
     def branch(self, stream: RequestStream) -> _ManySink:
         """Return the sink of one more output of the request, which is about to be submitted."""
-        return _ManySink(self._many, stream, self.streams)
+        return _ManySink(self._many, stream, self.request)
 
     def push(self, output: RequestOutput) -> StopMatch | None:
-        if len(self.streams) > 1 and any(stream.error is not None for stream in self.streams):
+        request = self.request
+        if request.failed:
             return None  # the client was told that the request is over
-        match = self.stream.absorb(output)
-        self._many.wake(self.stream)
-        if self.stream.error is not None and not all(stream.finished for stream in self.streams):
-            self._many.abandon(self.stream.request_id)
+        match = self._stream.absorb(output)
+        if self._stream.finished:
+            request.num_open -= 1
+            request.failed = self._stream.error is not None
+        self._many.wake(self._stream, request)
+        if request.failed and request.num_open:
+            self._many.abandon(request.request_id)
         return match
 
 
@@ -157,7 +181,7 @@ class ManyStream:
 
     def __init__(self, abandon: Callable[[str], None]) -> None:
         self.abandon = abandon
-        self._open: dict[str, int] = {}
+        self._open: dict[str, _ManyRequest] = {}
         self._pending: dict[RequestStream, None] = {}
         self._errors: list[pb.RequestError] = []
         self._failure: Exception | None = None
@@ -173,12 +197,12 @@ class ManyStream:
 
     def sink(self, stream: RequestStream) -> _ManySink:
         """Return the sink for a request that is about to be submitted."""
-        return _ManySink(self, stream, [])
+        return _ManySink(self, stream, _ManyRequest(stream.request_id))
 
-    def opened(self, *streams: RequestStream) -> None:
-        """Note that a request with these outputs was accepted, so that the call lasts until it has finished."""
-        if num_open := sum(not stream.finished for stream in streams):
-            self._open[streams[0].request_id] = num_open
+    def opened(self, request: _ManyRequest) -> None:
+        """Note that a request was accepted, so that the call lasts until it has finished."""
+        if not request.is_over:
+            self._open[request.request_id] = request
 
     def fail(self, request_id: str, error: Exception) -> None:
         """Send an error for one request."""
@@ -199,13 +223,11 @@ class ManyStream:
         """Return the ids of the unfinished requests."""
         return tuple(self._open)
 
-    def wake(self, stream: RequestStream) -> None:
-        """Note that a request has output, and wake the reader."""
+    def wake(self, stream: RequestStream, request: _ManyRequest) -> None:
+        """Note that an output of a request has something to take, and wake the reader."""
         self._pending[stream] = None
-        if stream.finished and stream.request_id in self._open:
-            self._open[stream.request_id] -= 1
-            if not self._open[stream.request_id] or stream.error is not None:
-                del self._open[stream.request_id]
+        if request.is_over and self._open.get(request.request_id) is request:
+            del self._open[request.request_id]
         self._ready.set()
 
     def __aiter__(self) -> ManyStream:

@@ -178,6 +178,14 @@ class StepLoop:
                 preemption_mode=self._config.preemption_mode,
                 note="preempted requests recompute; start the executor with --swap-space, such as 4GiB",
             )
+        if ready.num_unwanted_host_blocks:
+            _log.warning(
+                "swap_space_unused",
+                preemption_mode=self._config.preemption_mode,
+                unused_host_blocks=ready.num_unwanted_host_blocks,
+                note="preempted requests recompute; start the manager with --preemption-mode auto, or the executor"
+                " without --swap-space, which on a CPU makes its cache larger",
+            )
 
     def lose(self, *, blame: bool) -> bool:
         """The executor can not be used any more: schedule everything anew.

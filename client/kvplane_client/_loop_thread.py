@@ -18,6 +18,7 @@ import atexit
 import functools
 import os
 import threading
+import warnings
 from collections.abc import Callable, Coroutine
 from queue import SimpleQueue
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -25,6 +26,9 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from kvplane_client.errors import FailedPreconditionError, RequestCancelledError
 
 __all__ = ["Calls"]
+
+END_TIMEOUT_S = 5.0
+"""How long the end of the interpreter waits for calls to end; the thread is a daemon, and goes with the process."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -41,12 +45,18 @@ class _Call(Generic[_T]):
 
 
 class Calls:
-    """Runs coroutines of one client on the loop of all; any thread may ask."""
+    """Runs coroutines of one client on the loop of all; any thread may ask, of the process that made it."""
 
     def __init__(self) -> None:
         self._loop = _shared_loop()
+        self._pid = os.getpid()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.closed = False
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing may be asked any more. In a child of os.fork that is so at once: it has no thread to ask."""
+        return self._closed or os.getpid() != self._pid
 
     def wait(self, function: Callable[_P, Coroutine[Any, Any, _T]], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Runs a coroutine function to its end; an exception that strikes here, such as KeyboardInterrupt, cancels it.
@@ -57,10 +67,15 @@ class Calls:
             **kwargs: And those by name.
 
         Raises:
-            FailedPreconditionError: The client is closed.
+            FailedPreconditionError: The client is closed, or another process's.
             RequestCancelledError: It was closed meanwhile.
         """
-        if self.closed:
+        if os.getpid() != self._pid:
+            raise FailedPreconditionError(
+                f"expected a client that this process ({os.getpid()}) made, got one of process {self._pid}, from before"
+                " os.fork: make another in the child"
+            )
+        if self._closed:
             raise FailedPreconditionError("the client is closed: make another")
         call = _Call(functools.partial(function, *args, **kwargs))
         try:
@@ -77,7 +92,7 @@ class Calls:
         """Ends whatever runs; nothing may be asked for any more. May be called any number of times."""
         if not self.closed:
             self.wait(self._cancel_others)
-            self.closed = True
+            self._closed = True
 
     def _begin(self, call: _Call[Any]) -> None:
         if call.given_up:
@@ -133,10 +148,17 @@ def _shared_loop() -> asyncio.AbstractEventLoop:
 
 def _end_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
     """Ends the loop before the interpreter ends, which would complain of gRPC's own tasks that are not done."""
-    if os.getpid() == pid:
-        asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+    if os.getpid() != pid:
+        return
+    try:
+        asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(END_TIMEOUT_S)
+    except TimeoutError:
+        message = f"kvplane: calls did not end within {END_TIMEOUT_S} s of the interpreter's end, and end with it"
+        warnings.warn(message, ResourceWarning, stacklevel=1)
+        return
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(END_TIMEOUT_S)
+    if not thread.is_alive():
         loop.close()
 
 

@@ -163,13 +163,17 @@ class TorchBackend(Backend):
         """Run the worst step of these limits and count what is left; see the base class."""
         loaded, layout, _ = self._ready()
         self._drop_memory()
+        num_host_blocks = self._config.swap_space // layout.bytes_per_block
+        self._admit_host_blocks(num_host_blocks * layout.bytes_per_block)
         with PeakMeter(self._device) as meter:
             self._run_worst_step(max_num_batched_tokens, max_num_seqs)
         release_free_memory(self._device)
         total = total_memory(self._device, self._config.memory_limit)
         share = self._config.gpu_memory_utilization
-        num_host_blocks = self._config.swap_space // layout.bytes_per_block
-        host_bytes = self._admit_host_blocks(num_host_blocks * layout.bytes_per_block, total, share, meter.peak_bytes)
+        host_bytes = 0
+        if self._device.type == "cpu":
+            host_bytes = num_host_blocks * layout.bytes_per_block
+            self._require_beside(host_bytes, total, "peak", meter.peak_bytes)
         measured = compute_num_blocks(total, share, meter.peak_bytes, layout.bytes_per_block, host_bytes)
         override = self._config.num_blocks_override
         profile = MemoryProfile(
@@ -240,20 +244,34 @@ class TorchBackend(Backend):
         return self._memory
 
     def _drop_memory(self) -> None:
-        """Give back cache and host blocks."""
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
-        release_free_memory(self._device)
+        """Give back cache and host blocks. They are gone even if it raises BackendError: pages may stay locked then."""
+        memory, self._memory = self._memory, None
+        try:
+            if memory is not None:
+                memory.close()
+        except RuntimeError as error:
+            raise BackendError("HOST_MEMORY_NOT_FREED", f"{error}; start the executor anew") from error
+        finally:
+            del memory
+            release_free_memory(self._device)
 
-    def _admit_host_blocks(self, size: int, total: int, share: float, peak: int) -> int:
-        """Check that the host blocks fit where they will lie. Returns what they take of the device's memory."""
+    def _admit_host_blocks(self, size: int) -> None:
+        """Refuse, before the worst step is run, host blocks that cannot fit whatever it takes.
+
+        Beside a GPU it takes none of their memory. On a CPU its peak, reckoned with later, is above the weights.
+        """
         if self._device.type == "cpu":
-            left = f"total {total} * utilization {share} - peak {peak}"
-            require_host_blocks_fit(size, left_bytes=available_bytes(total, share, peak), left=left)
-            return size
-        require_host_blocks_fit(size, left_bytes=host_memory_left(), left="what others hold of the machine's memory")
-        return 0
+            total = total_memory(self._device, self._config.memory_limit)
+            self._require_beside(size, total, "weights", self._weights_bytes)
+        else:
+            left = "what others hold of the machine's memory"
+            require_host_blocks_fit(size, left_bytes=host_memory_left(), left=left)
+
+    def _require_beside(self, size: int, total: int, what: str, held: int) -> None:
+        """Refuse host blocks that do not fit on a CPU beside what else is held, which is named."""
+        share = self._config.gpu_memory_utilization
+        left = f"total {total} * utilization {share} - {what} {held}"
+        require_host_blocks_fit(size, left_bytes=available_bytes(total, share, held), left=left)
 
     def _admit_weights(self, weights_bytes: int) -> None:
         """Stop before weights are read that can not fit: the profile would refuse them, if memory lasts until then."""

@@ -68,7 +68,7 @@ class OrderReader:
         except Exception as error:  # noqa: BLE001 - sent to the client as this request's error, logged if unexpected
             self._many.fail(request.request_id, error)
         else:
-            self._many.opened(*sink.streams)
+            self._many.opened(sink.request)
 
     async def _start_slow(self, request: pb.GenerateRequest) -> None:
         request_id = request.request_id

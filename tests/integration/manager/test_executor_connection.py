@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
 from kvplane.executor.v1 import executor_service_pb2 as pb
+from structlog.testing import capture_logs
 
 from executor_service.server import running_executor
+from kvmanager_service.engine_api import ManagerState
 from kvmanager_service.executor_client import ExecutorConnection, ReadyExecutor
+from tests.integration.manager.fake_engine import until
+from tests.integration.manager.scripted_executor import running_engine
 from tests.unit.executor_shell.executor_builders import NUM_BLOCKS, NUM_HOST_BLOCKS, SIM_SWAP_SPACE, sim_config
 
 
@@ -20,8 +25,8 @@ async def connection(swap_space: int) -> AsyncIterator[ExecutorConnection]:
         await opened.close()
 
 
-async def prepared(opened: ExecutorConnection, known_epoch: int = 0) -> ReadyExecutor:
-    return await opened.prepare(16, 4, known_epoch, with_tokenizer=False)
+async def prepared(opened: ExecutorConnection, known_epoch: int = 0, *, with_host_blocks: bool = True) -> ReadyExecutor:
+    return await opened.prepare(16, 4, known_epoch, with_tokenizer=False, with_host_blocks=with_host_blocks)
 
 
 async def test_prepare_takes_every_block_that_the_executor_reports_of_either_kind() -> None:
@@ -47,3 +52,33 @@ async def test_prepare_cache_with_fewer_host_blocks_than_there_are_is_made_anew(
         ready = await prepared(opened)
         assert ready.num_host_blocks == NUM_HOST_BLOCKS
         assert ready.kv_cache.kv_epoch != old.kv_cache.kv_epoch
+
+
+async def test_prepare_host_blocks_nobody_wants_are_not_made_and_counted() -> None:
+    async with connection(SIM_SWAP_SPACE) as opened:
+        ready = await prepared(opened, with_host_blocks=False)
+        assert (ready.kv_cache.num_blocks, ready.num_host_blocks) == (NUM_BLOCKS, 0)
+        assert ready.num_unwanted_host_blocks == NUM_HOST_BLOCKS
+        again = await prepared(opened, with_host_blocks=False)
+        assert (again.kv_cache, again.num_unwanted_host_blocks) == (ready.kv_cache, NUM_HOST_BLOCKS)
+
+
+async def test_prepare_cache_with_host_blocks_nobody_wants_any_more_is_kept() -> None:
+    async with connection(SIM_SWAP_SPACE) as opened:
+        old = await prepared(opened)
+        kept = await prepared(opened, with_host_blocks=False)
+        assert old.num_unwanted_host_blocks == 0
+        assert (kept.kv_cache, kept.num_unwanted_host_blocks) == (old.kv_cache, NUM_HOST_BLOCKS)
+        assert kept.tagged == []
+
+
+@pytest.mark.parametrize(("mode", "num_host_blocks"), [("recompute", 0), ("swap", NUM_HOST_BLOCKS)])
+async def test_manager_that_never_swaps_takes_no_host_blocks_and_says_so(mode: str, num_host_blocks: int) -> None:
+    async with running_executor(sim_config(swap_space=SIM_SWAP_SPACE)) as server:
+        with capture_logs() as logs:
+            async with running_engine(server.address, preemption_mode=mode) as (engine, _):
+                await until(lambda: engine.stats().state is ManagerState.SERVING)
+    (line,) = [entry for entry in logs if entry["event"] == "kv_cache_ready"]
+    assert line["num_host_blocks"] == num_host_blocks
+    unused = [entry["unused_host_blocks"] for entry in logs if entry["event"] == "swap_space_unused"]
+    assert unused == ([NUM_HOST_BLOCKS] if mode == "recompute" else [])

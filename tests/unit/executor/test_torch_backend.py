@@ -144,6 +144,40 @@ def test_profile_memory_swap_space_beyond_the_memory_is_refused_with_numbers(
     assert str(4 * GIB) in str(caught.value)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_profile_memory_swap_space_that_cannot_fit_is_refused_before_a_step_is_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    made = backend(folder, swap_space=4 * GIB, memory_limit=4 * GIB)
+    made.load()
+    monkeypatch.setattr(made, "_run_worst_step", lambda *_: pytest.fail("a step was run"))
+    monkeypatch.setattr(made, "_device", torch.device(device))
+    monkeypatch.setattr(torch_backend, "release_free_memory", lambda _: None)
+    monkeypatch.setattr(torch_backend, "host_memory_left", lambda: GIB)
+    with pytest.raises(NotEnoughMemoryError, match=r"host blocks of --swap-space take \d+ bytes"):
+        made.profile_memory(32, 4)
+
+
+def test_drop_memory_that_stays_locked_is_an_error_of_the_backend_and_the_cache_is_gone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = backend(folder)
+    made.load()
+    made.initialize_kv_cache(9, 3)
+    assert made._memory is not None
+
+    def fail() -> None:
+        raise RuntimeError("page-locked host memory could not be given back, CUDA error 1")
+
+    monkeypatch.setattr(made._memory.host, "close", fail)
+    with pytest.raises(BackendError, match=r"CUDA error 1; start the executor anew") as caught:
+        made.initialize_kv_cache(9, 2)
+    assert caught.value.reason == "HOST_MEMORY_NOT_FREED"
+    assert made._memory is None
+    made.initialize_kv_cache(9, 2)
+    made.close()
+
+
 class OneGib:
     """In place of the meter, whose measurements are never twice the same: the peak is 1 GiB."""
 

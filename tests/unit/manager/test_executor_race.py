@@ -29,6 +29,7 @@ class Connection(ExecutorConnection):
         self.closed = False
 
     async def close(self) -> None:
+        await asyncio.sleep(0)  # as a real one, it takes a while, and may be cancelled meanwhile
         self.closed = True
         await super().close()
 
@@ -40,6 +41,8 @@ class Track:
         begun: who was brought up, in order.
         under_way: who is being brought up.
         connections: of those that became ready.
+        on_end: called with the name of each whose bringing up ends, for whatever reason.
+        may_end: while it is not set, nobody's bringing up comes to its end.
     """
 
     def __init__(self, *names: str) -> None:
@@ -47,6 +50,9 @@ class Track:
         self.begun: list[str] = []
         self.under_way: set[str] = set()
         self.connections: dict[str, Connection] = {}
+        self.on_end: Callable[[str], None] = lambda name: None
+        self.may_end = asyncio.Event()
+        self.may_end.set()
         self._shows_life: set[str] = set()
         self._ends: dict[str, asyncio.Future[bool]] = {}
         self._race = ExecutorRace(self.registry, self._bring_up)
@@ -91,6 +97,8 @@ class Track:
             keeps_cache = await asyncio.shield(self._ends[name])
         finally:
             self.under_way.remove(name)
+            self.on_end(name)
+            await self.may_end.wait()
         self.connections[name] = Connection()
         ready = ReadyExecutor(pb.GetModelInfoResponse(), pb.KvCacheState(), None if keeps_cache else [])
         return PreparedExecutor(executor, self.connections[name], ready, MODEL)
@@ -245,6 +253,69 @@ async def test_race_places_all_taken_the_next_one_waits(monkeypatch: pytest.Monk
     await until(lambda: track.begun == names)
     track.ready("e0")
     assert await race == "e0"
+
+
+async def test_race_one_that_gets_ready_while_another_is_given_up_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    graces(monkeypatch, connect=0.0, patience=0.001)
+    names = [f"e{index}" for index in range(MAX_AT_ONCE)]
+    track = Track(*names, "f0", "f1", "f2")  # who all want a place, so that it is a matter of one loop
+
+    def ready_too(name: str) -> None:
+        track.on_end = lambda name: None
+        track.ready("e1")
+        track.may_end.clear()
+        asyncio.get_running_loop().call_later(0.01, track.may_end.set)
+
+    track.on_end = ready_too
+    assert await track.run() == "e1"
+    assert "others wait" in track.error("e0")
+    assert track.error("e1") == ""
+
+
+async def test_race_those_that_all_need_long_take_turns_until_one_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    graces(monkeypatch, connect=0.0, grace=0.0, patience=0.005)
+    monkeypatch.setattr(executor_race, "BACKOFF_S", (0.0,))
+    begun: list[str] = []
+
+    async def profile(executor: RegisteredExecutor, on_progress: Callable[[], None]) -> PreparedExecutor:
+        begun.append(executor.executor_id)
+        on_progress()
+        await asyncio.sleep(0.1)
+        return PreparedExecutor(
+            executor, Connection(), ReadyExecutor(pb.GetModelInfoResponse(), pb.KvCacheState(), []), MODEL
+        )
+
+    registry = ExecutorRegistry(time.monotonic, lease_ms=3_600_000)
+    names = [f"e{index}" for index in range(MAX_AT_ONCE + 1)]
+    for name in names:
+        registry.register(name, f"{name}:1")
+    prepared = await ExecutorRace(registry, profile).winner()
+    await prepared.connection.close()
+    assert begun[: len(names)] == names
+
+
+async def test_race_cancelled_while_it_closes_the_others_closes_the_winner(monkeypatch: pytest.MonkeyPatch) -> None:
+    graces(monkeypatch, connect=0.0)
+    track = Track("hung", "first", "second")
+    race = asyncio.create_task(track.run())
+    await until(lambda: track.under_way == {"hung", "first", "second"})
+    ends = asyncio.Event()
+
+    def cancelled(name: str) -> None:
+        track.may_end.clear()
+        ends.set()
+
+    track.ready("first")
+    track.ready("second")
+    track.on_end = lambda name: cancelled(name) if name == "hung" else None
+    await ends.wait()  # the race is about to close those that have not won
+    race.cancel()
+    await asyncio.sleep(0)
+    track.may_end.set()
+    await asyncio.gather(race, return_exceptions=True)
+    assert race.cancelled()
+    assert [connection.closed for connection in track.connections.values()] == [True, True]
+    assert {record.state for record in track.registry.records()} == {ExecutorState.STANDBY}
 
 
 async def test_race_cancelled_closes_everybody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
-from kvmanager_service.convert import check_request, to_new_request, to_sampling, token_array
+from kvmanager_service.convert import check_request, check_request_id, to_new_request, to_sampling, token_array
 from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.core.request import NewRequest, SamplingParams
 from kvmanager_service.core.retention import END_OF_SEQUENCE, RetentionRange, check_ranges
@@ -138,6 +138,7 @@ BAD = [
     (pb.GenerateRequest(chat=pb.ChatPrompt()), "chat.messages"),
     (pb.GenerateRequest(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user")] * 129)), "chat.messages"),
     (generate_request(request_id="x" * 257), "request_id"),
+    (generate_request(request_id="x" * 253, n=2), "request_id"),
     (generate_request(cache_salt="x" * 257), "cache_salt"),
     (generate_request(tenant="x" * 257), "tenant"),
     (generate_request(1, retention=pb.Retention(ranges=[pb.RetentionRange()] * 65)), "retention.ranges"),
@@ -258,3 +259,20 @@ def test_convert_outputs_out_of_range_are_refused(n: int) -> None:
 def test_convert_several_outputs_are_not_resumed() -> None:
     with pytest.raises(InvalidRequestError, match="resume_token_ids: expected none with n above 1"):
         convert(generate_request(5, n=2, resume_token_ids=pb.TokenIds(ids=[4])))
+
+
+def test_convert_longest_id_of_several_outputs_lets_abort_name_each() -> None:
+    request_ = generate_request(request_id="ä" * 252, n=128)
+    check_request(request_, MODEL)
+    new = to_new_request(
+        request_,
+        array("i", [1, 2, 3]),
+        SamplingParams(),
+        MODEL,
+        request_id=request_.request_id,
+        seed=0,
+        arrival_time=0,
+    )
+    assert len(new.branches) == 127
+    for branch, _ in new.branches:
+        check_request_id(branch)

@@ -202,7 +202,7 @@ async def test_many_stream_pushes_of_one_step_are_one_message() -> None:
     many = ManyStream(lambda request_id: None)
     sinks = [many.sink(RequestStream(f"r{index}", 1, None)) for index in range(5)]
     for sink in sinks:
-        many.opened(sink.stream)
+        many.opened(sink.request)
     reader = asyncio.create_task(anext(many))
     await asyncio.sleep(0)
     for index, sink in enumerate(sinks):
@@ -214,7 +214,7 @@ async def test_many_stream_pushes_of_one_step_are_one_message() -> None:
 async def test_many_stream_several_steps_before_a_read_are_one_entry_a_request() -> None:
     many = ManyStream(lambda request_id: None)
     sink = many.sink(RequestStream("r", 1, None))
-    many.opened(sink.stream)
+    many.opened(sink.request)
     sink.push(output(1))
     sink.push(output(2, finish=FinishReason.LENGTH))
     (entry,) = (await anext(many)).outputs
@@ -225,7 +225,7 @@ async def test_many_stream_several_steps_before_a_read_are_one_entry_a_request()
 async def test_many_stream_ends_after_half_close_and_last_request() -> None:
     many = ManyStream(lambda request_id: None)
     sink = many.sink(RequestStream("r", 1, None))
-    many.opened(sink.stream)
+    many.opened(sink.request)
     many.close_input()
     reader = asyncio.create_task(anext(many))
     await asyncio.sleep(0)
@@ -239,8 +239,8 @@ async def test_many_stream_ends_after_half_close_and_last_request() -> None:
 async def test_many_stream_error_of_one_request_disturbs_no_other() -> None:
     many = ManyStream(lambda request_id: None)
     bad, good = (many.sink(RequestStream(name, 1, None)) for name in ("bad", "good"))
-    many.opened(bad.stream)
-    many.opened(good.stream)
+    many.opened(bad.request)
+    many.opened(good.request)
     bad.push(output(1))
     bad.push(output(finish=FinishReason.ERROR, error=RowFailedError("NON_FINITE_LOGITS", "m")))
     good.push(output(2))
@@ -253,12 +253,52 @@ async def test_many_stream_error_of_one_request_disturbs_no_other() -> None:
 async def test_many_stream_id_used_again_before_a_read_loses_nothing() -> None:
     many = ManyStream(lambda request_id: None)
     first, second = (many.sink(RequestStream("r", 1, None)) for _ in range(2))
-    many.opened(first.stream)
+    many.opened(first.request)
     first.push(output(1, finish=FinishReason.LENGTH))
-    many.opened(second.stream)
+    many.opened(second.request)
     second.push(output(2))
     assert [list(out.token_ids) for out in (await anext(many)).outputs] == [[1], [2]]
     assert many.is_open("r")
+
+
+class WatchedStream(RequestStream):
+    """Counts how often somebody looks whether it has finished or failed."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> object:
+        WatchedStream.looks += name in ("finished", "error")
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("num_outputs", [2, 128])
+async def test_many_stream_push_looks_at_its_own_output_only(num_outputs: int) -> None:
+    many = ManyStream(lambda request_id: None)
+    streams = [WatchedStream("r", 1, None, index=index) for index in range(num_outputs)]
+    first = many.sink(streams[0])
+    sinks = [first, *map(first.branch, streams[1:])]
+    many.opened(first.request)
+    WatchedStream.looks = 0
+    for sink in sinks:
+        sink.push(output(1))
+    assert WatchedStream.looks <= 2 * num_outputs
+    assert len((await anext(many)).outputs) == num_outputs
+
+
+async def test_many_stream_output_that_fails_ends_the_request_and_the_others_once() -> None:
+    abandoned: list[str] = []
+    many = ManyStream(abandoned.append)
+    first = many.sink(RequestStream("r", 1, None))
+    second, third = (first.branch(RequestStream("r", 1, None, index=index)) for index in (1, 2))
+    many.opened(first.request)
+    first.push(output(1, finish=FinishReason.LENGTH))
+    for sink in (second, third):
+        sink.push(output(finish=FinishReason.ERROR, error=RowFailedError("ROW_FAILED", "m")))
+    message = await anext(many)
+    assert abandoned == ["r"]
+    assert [(out.index, list(out.token_ids)) for out in message.outputs] == [(0, [1])]
+    assert [(entry.request_id, entry.error.reason) for entry in message.errors] == [("r", "ROW_FAILED")]
+    assert not many.is_open("r")
 
 
 async def test_many_stream_failure_of_the_call_is_raised() -> None:

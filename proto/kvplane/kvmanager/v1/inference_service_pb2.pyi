@@ -39,8 +39,8 @@ class GenerateRequest(google.protobuf.message.Message):
     N_FIELD_NUMBER: builtins.int
     RETENTION_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """request_id names the request, at most 256 characters. Empty lets the server choose one. An id that is waiting
-    or running gets ALREADY_EXISTS.
+    """request_id names the request, at most 256 characters, 252 with n above 1. Empty lets the server choose one. An id
+    that is waiting or running gets ALREADY_EXISTS.
     """
     text: builtins.str
     """text is tokenised by the server with the model's special tokens added. FAILED_PRECONDITION when the model has no
