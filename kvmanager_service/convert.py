@@ -23,7 +23,7 @@ from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import NewRequest, SamplingParams, StopRules
 from kvmanager_service.core.retention import (
     END_OF_SEQUENCE,
-    MAX_RANGES,
+    MAX_PROMPT_RANGES,
     MAX_RETENTION_PRIORITY,
     MIN_RETENTION_PRIORITY,
     RetentionRange,
@@ -263,7 +263,7 @@ def _check_retention_priority(field: str, priority: int) -> None:
 
 def _check_retention(retention: pb.Retention) -> None:
     """Check all of it but whether ranges lie within the prompt."""
-    _check_count("retention.ranges", retention.ranges, MAX_RANGES)
+    _check_count("retention.ranges", retention.ranges, MAX_PROMPT_RANGES)
     for one in retention.ranges:
         _check_retention_level("retention.ranges.level", one.level)
         if one.start < 0:

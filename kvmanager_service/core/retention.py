@@ -25,7 +25,10 @@ DEFAULT_RETENTION_PRIORITY: Final = 0
 END_OF_SEQUENCE: Final = 2**31 - 1
 """As a range's stop: whatever tokens are still to come."""
 
-MAX_RANGES: Final = 64
+MAX_PROMPT_RANGES: Final = 64
+MAX_RANGES: Final = MAX_PROMPT_RANGES + 1
+"""One more for the tokens to be generated."""
+
 MAX_DURATION: Final = 2_147_483.647
 """Seconds: what an int32 of milliseconds holds, 24 days."""
 

@@ -188,7 +188,7 @@ def test_ranges_in_several_groups_reach_each_groups_blocks() -> None:
         ([RetentionRange(0, 4, 0, -0.1)], r"retention\[0\]\.duration"),
         ([RetentionRange(0, 4, 0, MAX_DURATION + 1)], r"retention\[0\]\.duration"),
         ([RetentionRange(0, 4, 0, float("nan"))], r"retention\[0\]\.duration"),
-        ([RetentionRange(0, 4, 0)] * (MAX_RANGES + 1), "retention: expected at most 64 ranges"),
+        ([RetentionRange(0, 4, 0)] * (MAX_RANGES + 1), "retention: expected at most 65 ranges"),
     ],
 )
 def test_scheduler_bad_range_refuses_the_request(retention: list[RetentionRange], field: str) -> None:

@@ -14,7 +14,7 @@ from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 from kvmanager_service.convert import check_request, to_new_request, to_sampling, token_array
 from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.core.request import NewRequest, SamplingParams
-from kvmanager_service.core.retention import END_OF_SEQUENCE, RetentionRange
+from kvmanager_service.core.retention import END_OF_SEQUENCE, RetentionRange, check_ranges
 from kvmanager_service.errors import PreconditionError
 from tests.unit.manager.manager_builders import generate_request, int32s, model_view, text_model
 
@@ -246,3 +246,10 @@ def test_convert_outputs_out_of_range_are_refused(n: int) -> None:
 def test_convert_several_outputs_are_not_resumed() -> None:
     with pytest.raises(InvalidRequestError, match="resume_token_ids: expected none with n above 1"):
         convert(generate_request(5, n=2, resume_token_ids=pb.TokenIds(ids=[4])))
+
+
+def test_convert_as_many_ranges_as_may_be_and_one_for_the_output_are_accepted() -> None:
+    ranges = [pb.RetentionRange(level=pb.RetentionLevel(priority=index)) for index in range(64)]
+    new = convert(generate_request(5, retention=pb.Retention(ranges=ranges, decode=pb.RetentionLevel(priority=9))))
+    check_ranges(new.retention, 5)
+    assert [one.priority for one in new.retention] == [*range(64), 9]
