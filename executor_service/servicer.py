@@ -102,7 +102,8 @@ class ExecutorServicer(pb_grpc.ExecutorServiceServicer):
     ) -> None:
         try:
             _ = self._session.model_info
-            await self._runner.open_stream().pump(request_iterator, context.write)
+            with self._runner.open_stream() as stream:
+                await stream.pump(request_iterator, context.write)
         except ExecutorError as error:
             await abort_with(context, error)
 

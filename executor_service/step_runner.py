@@ -7,22 +7,25 @@ Life of a step:
     1. The stream's reader task takes it off the wire when one of `MAX_QUEUED_STEPS` places is free (else it does not
        read, and gRPC's flow control holds the sender back) and checks its arrays, while the step before computes.
     2. It lies in the compute thread's queue.
-    3. The compute thread takes it up: dropped if its stream was closed or taken over, then epoch, order and feeds are
-       checked, then it runs.
+    3. The compute thread takes it up: dropped if its stream was closed, as by one that took over; else epoch, order and
+       feeds are checked, and it runs.
     4. One wake-up hands the outcome to the event loop, and the compute thread is at the next step at once: between two
        steps it does only what the second one needs. The loop builds the response and sends it; the place is free again.
 
 Invariants:
-    A step runs only if every step before it on its stream was computed without a failure. No step of a stream runs
-    once a later stream's first was taken up. Compute never runs on the event loop.
+    A step runs only if every step before it on its stream was computed without a failure. A stream takes over with its
+    first step, once that is found fit to run, and ends those opened before it: no step of theirs is taken up any more.
+    One that says nothing, or what cannot be run, disturbs nobody. Compute never runs on the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,7 +100,8 @@ class StepStream:
         submit: queues a step, or None for the end of the stream, for the compute thread.
 
     Ownership:
-        last_step_id and last_sampled belong to the compute thread. `closed` is set by either thread and never cleared.
+        last_step_id and last_sampled belong to the compute thread once a step is queued. `closed` is set by either
+        thread and never cleared.
     """
 
     def __init__(self, submit: Callable[[StepStream, pb.ExecuteRequest | None], None]) -> None:
@@ -155,27 +159,31 @@ class StepRunner:
     def __init__(self, session: KvSession, thread: ComputeThread) -> None:
         self._session = session
         self._thread = thread
+        self._open: list[StepStream] = []
         self._current: StepStream | None = None
         self._stopping = False
 
-    def open_stream(self) -> StepStream:
-        """Start a stream; the one before ends with ABORTED.
+    @contextmanager
+    def open_stream(self) -> Iterator[StepStream]:
+        """Start a stream. It ends those opened before it, with ABORTED, once it has a first step to run.
 
         Raises:
             NotServingError: the executor is stopping.
         """
         if self._stopping:
             raise _stopping()
-        old, self._current = self._current, StepStream(self._submit)
-        if old is not None:
-            self._end(old, StaleError("STREAM_SUPERSEDED", "another Execute stream has taken over"))
-        return self._current
+        stream = StepStream(self._submit)
+        self._open.append(stream)
+        try:
+            yield stream
+        finally:
+            self._open.remove(stream)
 
     def stop(self) -> None:
-        """End the current stream once the running step is answered; what is queued does not run."""
+        """End all streams once the running step is answered; what is queued does not run."""
         self._stopping = True
-        if self._current is not None:
-            self._end(self._current, _stopping())
+        for stream in self._open:
+            self._end(stream, _stopping())
 
     def _end(self, stream: StepStream, error: ExecutorError) -> None:
         """Close a stream, and tell it so behind the response of the step that may be running."""
@@ -183,12 +191,30 @@ class StepRunner:
         self._thread.submit(functools.partial(self._thread.post, stream.deliver, error))
 
     def _submit(self, stream: StepStream, request: pb.ExecuteRequest | None) -> None:
-        """Queue a step, its arrays checked; None marks the end of the stream."""
+        """Queue a step, its arrays checked; None marks the end of the stream. Raises as `_take_over`."""
         if request is None:
             self._thread.submit(functools.partial(self._finish, stream))
             return
+        if stream.closed:
+            return  # it ends, and the error that says why is under way
         step = self._parsed(request, time.perf_counter_ns())
+        if stream is not self._current:
+            self._take_over(stream, step)
         self._thread.submit(functools.partial(self._take_up, stream, step))
+
+    def _take_over(self, stream: StepStream, first: _QueuedStep) -> None:
+        """Make a stream the current one.
+
+        Raises:
+            ExecutorError: its first step cannot be run, so that all stays as it was.
+        """
+        try:
+            self._require_fit(stream, first)
+        except Exception as error:
+            raise _of_step(first.request.step_id, error) from error
+        self._current = stream
+        for earlier in itertools.takewhile(lambda one: one is not stream, self._open):
+            self._end(earlier, StaleError("STREAM_SUPERSEDED", "another Execute stream has taken over"))
 
     def _parsed(self, request: pb.ExecuteRequest, read_ns: int) -> _QueuedStep:
         """Check a step's arrays if it speaks of the current content; an error waits for the step's turn."""
@@ -207,7 +233,7 @@ class StepRunner:
 
     def _take_up(self, stream: StepStream, step: _QueuedStep) -> None:
         """Run a step in the compute thread, unless its stream is over."""
-        if stream.closed or stream is not self._current:
+        if stream.closed:
             return
         outcome: _FinishedStep | ExecutorError
         try:
@@ -220,21 +246,31 @@ class StepRunner:
     def _run(self, stream: StepStream, step: _QueuedStep) -> _FinishedStep:
         taken_ns = time.perf_counter_ns()
         request = step.request
+        parsed = self._require_fit(stream, step)
+        outcome = self._session.run(request.step_id, parsed, stream.last_sampled)
+        stream.last_step_id, stream.last_sampled = request.step_id, outcome.sampled_token_ids
+        return _FinishedStep(
+            request.step_id,
+            request.kv_epoch,
+            outcome,
+            compute_us=(time.perf_counter_ns() - taken_ns) // 1000,
+            queue_us=(taken_ns - step.read_ns) // 1000,
+        )
+
+    def _require_fit(self, stream: StepStream, step: _QueuedStep) -> ParsedStep:
+        """Return a step's arrays if it is one to run next.
+
+        Raises:
+            ExecutorError: there is no cache or another, its id does not grow, an array is wrong, or a feed is not kept.
+        """
+        request = step.request
         limits = self._session.require_cache(request.kv_epoch).limits
         _check_order(stream, request)
         if step.error is not None:
             raise step.error
         parsed = step.parsed or parse_step(request, limits)
         _check_feeds(stream, request, parsed)
-        outcome = self._session.run(request.step_id, parsed, stream.last_sampled)
-        stream.last_step_id, stream.last_sampled = request.step_id, outcome.sampled_token_ids
-        return _FinishedStep(
-            request.step_id,
-            limits.kv_epoch,
-            outcome,
-            compute_us=(time.perf_counter_ns() - taken_ns) // 1000,
-            queue_us=(taken_ns - step.read_ns) // 1000,
-        )
+        return parsed
 
 
 def _of_step(step_id: int, error: Exception) -> ExecutorError:

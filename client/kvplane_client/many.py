@@ -31,7 +31,7 @@ from kvplane_client.errors import (
     error_from_wire,
 )
 from kvplane_client.many_request import ManyRequest
-from kvplane_client.retry import RetryState
+from kvplane_client.retry import Deadline, RetryState
 from kvplane_client.types import GenerateOptions, Prompt
 
 if TYPE_CHECKING:
@@ -100,8 +100,8 @@ class ManyStream:
         deadline = self._default_deadline if deadline is None else deadline
         request = ManyRequest(state, self._new_retry(deadline), self.abort)
         self._requests[state.wire_id] = request
-        if deadline is not None:
-            request.expiry = asyncio.get_running_loop().call_later(deadline, self._expire, request)
+        if (seconds := Deadline(deadline).remaining()) is not None:
+            request.expiry = asyncio.get_running_loop().call_later(seconds, self._expire, request)
         self._send(request)
         if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._run(), name="kvplane-many")

@@ -8,17 +8,21 @@ says of every other code that a new attempt does not help, and of RESOURCE_EXHAU
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvplane_client.errors import KvPlaneError, UnavailableError
+from kvplane_client.errors import InvalidArgumentError, KvPlaneError, UnavailableError
 
 __all__ = ["NO_RETRY", "Deadline", "RetryListener", "RetryPolicy", "RetryState"]
 
 RetryListener = Callable[[KvPlaneError, float], None]
 """Called before each pause with the error that caused it and the pause in seconds."""
+
+_NO_LIMIT = 1e9
+"""Seconds, 31 years. Far beyond it gRPC's arithmetic overflows, and a call with so much time would end at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +84,20 @@ class Deadline:
     """A moment after which a call, all its attempts together, must have ended.
 
     Args:
-        seconds: From now; None means never.
+        seconds: From now; None means never, and so does what no process lives for.
+
+    Raises:
+        InvalidArgumentError: It is not a number.
     """
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._at = None if seconds is None else clock() + seconds
+        if seconds is not None and math.isnan(seconds):
+            raise InvalidArgumentError(
+                f"deadline or timeout: expected seconds, got {seconds}; None sets no limit",
+                metadata={"parameter": "deadline"},
+            )
+        self._at = None if seconds is None or seconds >= _NO_LIMIT else clock() + seconds
 
     def remaining(self) -> float | None:
         """Returns the seconds left, never below 0, or None when there is no deadline."""

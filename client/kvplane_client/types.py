@@ -139,8 +139,8 @@ class GenerateOptions(TypedDict, total=False):
         tenant: Whose request it is, at most 256 characters: under the fair policy each tenant gets its share,
             and a manager may keep tenants' cached blocks apart.
         request_id: Names the request, at most 256 characters. Default: a random one.
-        deadline: Seconds from now within which the request, retries included, must have ended. Default: the client's
-            timeout.
+        deadline: Seconds from now within which the request, retries included, must have ended; above a thousand million
+            there is no limit. Default: the client's timeout.
     """
 
     temperature: float | None

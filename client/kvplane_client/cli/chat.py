@@ -6,11 +6,10 @@ import sys
 from dataclasses import dataclass, field
 
 from rich.console import Console
-from rich.markup import escape
 
 from kvplane_client.cli import options as opt
 from kvplane_client.cli.generate import ABORTED, print_usage
-from kvplane_client.cli.output import err_console, print_json, write_text
+from kvplane_client.cli.output import err_console, escaped, print_json, write_text
 from kvplane_client.cli.session import CommandError, generation_session
 from kvplane_client.client import Client
 from kvplane_client.errors import KvPlaneError
@@ -152,7 +151,7 @@ def chat(
         conversation = _Conversation(client, options, as_json, usage, system)
         conversation.reset()
         if sys.stdin.isatty():
-            err_console().print(f"[dim]{escape(model.name)} on {escape(server)}. {_COMMANDS}[/dim]")
+            err_console().print(f"[dim]{escaped(model.name)} on {escaped(server)}. {_COMMANDS}[/dim]")
             _loop(conversation, err_console())
         else:
             _answer_stdin(conversation)
@@ -186,7 +185,7 @@ def _loop(conversation: _Conversation, console: Console) -> None:
             case "/help":
                 console.print(f"[dim]{_COMMANDS}[/dim]")
             case _ if line.startswith("/"):
-                console.print(f"[dim]unknown command {escape(line.split()[0])}: {_COMMANDS}[/dim]")
+                console.print(f"[dim]unknown command {escaped(line.split()[0])}: {_COMMANDS}[/dim]")
             case _:
                 _turn(conversation, line, console)
 
@@ -196,8 +195,8 @@ def _turn(conversation: _Conversation, line: str, console: Console) -> None:
     try:
         conversation.answer(line)
     except KvPlaneError as error:
-        console.print(f"[bold red]error:[/bold red] {escape(error.message)}")
+        console.print(f"[bold red]error:[/bold red] {escaped(error.message, as_lines=True)}")
     except CommandError as error:
-        console.print(f"[bold red]error:[/bold red] {escape(str(error))}")
+        console.print(f"[bold red]error:[/bold red] {escaped(str(error), as_lines=True)}")
     except KeyboardInterrupt:
         console.print("[dim]stopped[/dim]")

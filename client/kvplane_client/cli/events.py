@@ -57,7 +57,7 @@ def _position(since: str | None) -> tuple[str, int]:
     if since is None:
         return "", 0
     log_id, _, number = since.partition(":")
-    if not log_id or not number.isdecimal() or not int(number):
+    if not log_id or not (number.isascii() and number.isdecimal()) or not int(number):
         raise refused('LOG:NUMBER such as "3f2a:17"', since, "leave it out for a snapshot", option="--since")
     return log_id, int(number)
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from kvplane_client.cli import options as opt
-from kvplane_client.cli.output import err_console, print_json, write_text
+from kvplane_client.cli.output import err_console, escaped, print_json, write_text
 from kvplane_client.cli.session import EXIT_ERROR, generation_session
 from kvplane_client.cli.values import integer, text
 from kvplane_client.client import SyncGenerationStream
@@ -261,5 +260,5 @@ def print_usage(last: Chunk) -> None:
     counts = last.usage
     err_console().print(
         f"[dim]{last.finish_reason} · {counts.prompt_tokens} prompt tokens ({counts.cached_tokens} cached) · "
-        f"{counts.completion_tokens} completion tokens · {escape(last.request_id)}[/dim]"
+        f"{counts.completion_tokens} completion tokens · {escaped(last.request_id)}[/dim]"
     )

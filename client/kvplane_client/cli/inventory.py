@@ -8,11 +8,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from kvplane_client.cli import options as opt
-from kvplane_client.cli.output import out_console, print_json, ranges
+from kvplane_client.cli.output import escaped, out_console, print_json, ranges
 from kvplane_client.cli.session import session
 from kvplane_client.cli.values import MAX_INT32, integer
 from kvplane_client.manager_types import BlockFilter, BlockInfo, RequestInfo
@@ -72,9 +71,9 @@ def _request_table(infos: Sequence[RequestInfo]) -> Table:
             info.num_preemptions,
         )
         age = f"{info.age_seconds:.1f} s"
-        tenant = (escape(info.tenant),) if has_tenants else ()
+        tenant = (escaped(info.tenant),) if has_tenants else ()
         table.add_row(
-            escape(info.request_id), status, *tenant, age, *(str(count) for count in counts), ranges(info.block_table)
+            escaped(info.request_id), status, *tenant, age, *(str(count) for count in counts), ranges(info.block_table)
         )
     return table
 
@@ -155,7 +154,7 @@ def trace(
     table = Table("order", "moment", "request", "step", "hash", box=None)
     for record in told.records:
         step = "" if record.step_id is None else str(record.step_id)
-        table.add_row(str(record.order), record.moment, escape(record.request_id or ""), step, record.block_hash or "")
+        table.add_row(str(record.order), record.moment, escaped(record.request_id or ""), step, record.block_hash or "")
     out_console().print(table)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from kvplane_client.cli import options as opt
 from kvplane_client.cli.model_store import KNOWN_MODELS, installed_path, pull
-from kvplane_client.cli.output import err_console, out_console, print_json
+from kvplane_client.cli.output import err_console, escaped, out_console, print_json
 from kvplane_client.cli.session import reported, session
 
 __all__ = ["app"]
@@ -43,7 +42,7 @@ def info(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: op
         ("tokenizer", "yes" if model.has_tokenizer else "no: only token ids may be sent"),
         ("chat template", "yes" if model.has_chat_template else "no"),
     ):
-        table.add_row(f"[dim]{name}[/dim]", escape(value))
+        table.add_row(f"[dim]{name}[/dim]", escaped(value))
     out_console().print(table)
 
 

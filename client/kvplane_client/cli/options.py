@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from kvplane_client.cli.values import MAX_INT32, integer, number, refused, text
+from kvplane_client.cli.values import MAX_INT32, integer, number, refused, text, to_float, to_int
 from kvplane_client.types import GenerateOptions, Retention, RetentionLevel, RetentionRange
 
 __all__ = [
@@ -259,7 +259,7 @@ def parse_token_ids(given: str) -> list[int]:
     """
     expected, advice = 'token ids such as "1,2,3"', "separate them with commas or spaces"
     try:
-        ids = [int(item) for item in given.replace(",", " ").split()]
+        ids = [to_int(item) for item in given.replace(",", " ").split()]
     except ValueError:
         raise refused(expected, given, advice, option="--token-ids") from None
     if not ids or min(ids) < 0 or max(ids) > MAX_INT32:
@@ -273,7 +273,7 @@ def _logit_bias(items: list[str]) -> dict[int, float]:
     for item in items:
         token_id, _, given = item.partition(":")
         try:
-            key, value = int(token_id), float(given)
+            key, value = to_int(token_id), to_float(given)
         except ValueError:
             raise refused(expected, item, advice, option="--logit-bias") from None
         if not (0 <= key <= MAX_INT32 and -100 <= value <= 100):
@@ -306,7 +306,7 @@ def _retention(items: list[str]) -> Retention:
 
 def _retention_bounds(start: str, stop: str, item: str) -> tuple[int, int | None]:
     try:
-        first, end = int(start or 0), int(stop or MAX_INT32)
+        first, end = to_int(start or "0"), to_int(stop or str(MAX_INT32))
     except ValueError:
         raise _bad_retention(item) from None
     if not 0 <= first < end <= MAX_INT32:
@@ -317,7 +317,7 @@ def _retention_bounds(start: str, stop: str, item: str) -> tuple[int, int | None
 def _retention_level(level: str, item: str) -> RetentionLevel:
     priority, slash, seconds = level.partition("/")
     try:
-        value, duration = int(priority), float(seconds) if slash else None
+        value, duration = to_int(priority), to_float(seconds) if slash else None
     except ValueError:
         raise _bad_retention(item) from None
     # Written so that NaN is refused, too.

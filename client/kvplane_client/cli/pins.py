@@ -7,11 +7,10 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from kvplane_client.cli import options as opt
-from kvplane_client.cli.output import out_console, print_json
+from kvplane_client.cli.output import escaped, out_console, print_json, visible
 from kvplane_client.cli.session import session
 from kvplane_client.manager_types import PinnedPrefix
 
@@ -51,7 +50,7 @@ def pin(
     if as_json:
         print_json(pinned)
     else:
-        typer.echo(f"pinned {pinned.name}: {_told(pinned)}")
+        typer.echo(f"pinned {visible(pinned.name)}: {_told(pinned)}")
 
 
 def unpin(
@@ -72,7 +71,7 @@ def unpin(
     if as_json:
         print_json({"unpinned": name})
     else:
-        typer.echo(f"unpinned {name}")
+        typer.echo(f"unpinned {visible(name)}")
 
 
 def pins(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: opt.JsonFlag = False) -> None:
@@ -98,7 +97,7 @@ def pins(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: op
     for column in ("tokens", "blocks", "held"):
         table.add_column(column, justify="right")
     for one in pinned.pins:
-        table.add_row(escape(one.name), str(one.num_tokens), str(one.num_blocks), str(one.held_blocks))
+        table.add_row(escaped(one.name), str(one.num_tokens), str(one.num_blocks), str(one.held_blocks))
     out_console().print(table)
     out_console().print(f"pins may name {pinned.max_blocks} blocks in all", style="dim")
 

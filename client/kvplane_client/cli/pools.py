@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from kvplane_client.cli import options as opt
-from kvplane_client.cli.output import out_console, print_json
+from kvplane_client.cli.output import escaped, out_console, print_json
 from kvplane_client.cli.session import session
 
 __all__ = ["pools"]
@@ -38,5 +37,5 @@ def pools(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: o
         used = f"{info.num_blocks - 1 - info.free_blocks} of {info.num_blocks - 1} x {info.block_size}"
         hits = f"{info.prefix_hits} of {info.prefix_queries}"
         lease = f"{info.lease_remaining_seconds:.1f} s"
-        table.add_row(escape(info.pool_id), str(info.num_sequences), used, str(info.cached_blocks), hits, lease)
+        table.add_row(escaped(info.pool_id), str(info.num_sequences), used, str(info.cached_blocks), hits, lease)
     out_console().print(table)

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 import typer
-from rich.markup import escape
 
-from kvplane_client.cli.output import err_console, error_document, print_json
+from kvplane_client.cli.output import err_console, error_document, escaped, print_json
 from kvplane_client.client import Client
 from kvplane_client.errors import DeadlineExceededError, KvPlaneError, UnavailableError
 from kvplane_client.manager_types import Model
@@ -96,7 +95,7 @@ def generation_session(server: str, *, as_json: bool, wait: float) -> Iterator[t
 
 
 def _say_retry(error: KvPlaneError, pause: float) -> None:
-    err_console().print(f"[dim]connection lost, trying again in {pause:.1f} s: {escape(error.message)}[/dim]")
+    err_console().print(f"[dim]connection lost, trying again in {pause:.1f} s: {escaped(error.message)}[/dim]")
 
 
 def _note_retry(error: KvPlaneError, pause: float) -> None:
@@ -112,7 +111,7 @@ def _fail(exit_code: int, message: str, document: dict[str, object], as_json: bo
         print_json(document, to_stderr=True)
     else:
         console = err_console()
-        console.print(f"[bold red]error:[/bold red] {escape(message)}")
+        console.print(f"[bold red]error:[/bold red] {escaped(message, as_lines=True)}")
         if advice:
-            console.print(f"[dim]{escape(advice)}[/dim]")
+            console.print(f"[dim]{escaped(advice, as_lines=True)}[/dim]")
     raise typer.Exit(exit_code)

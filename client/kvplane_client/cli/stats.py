@@ -6,11 +6,10 @@ import dataclasses
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from kvplane_client.cli import options as opt
-from kvplane_client.cli.output import out_console, print_json
+from kvplane_client.cli.output import escaped, out_console, print_json, visible
 from kvplane_client.cli.session import session
 from kvplane_client.manager_types import PoolStats, SchedulerSettings, Stats, TenantStats
 
@@ -53,7 +52,7 @@ def _rows(current: Stats) -> list[tuple[str, str]]:
         ("tokens", f"{current.tokens_generated} generated, {current.tokens_computed} computed"),
         ("steps", f"{current.steps} done, {current.steps_failed} failed"),
         ("preemptions", _preemptions(current)),
-        ("policy", f"{settings.policy}, prefix caching {_caching(settings)}"),
+        ("policy", f"{escaped(settings.policy)}, prefix caching {_caching(settings)}"),
         (
             "limits",
             f"{settings.max_num_seqs} running, {settings.max_waiting} waiting, "
@@ -66,7 +65,7 @@ def _rows(current: Stats) -> list[tuple[str, str]]:
 
 
 def _tenant(tenant: TenantStats) -> str:
-    name = escape(tenant.tenant) or "(none named)"
+    name = escaped(tenant.tenant) or "(none named)"
     counts = f"{tenant.requests_running} running, {tenant.requests_waiting} waiting"
     return f"{name}: {counts}, {tenant.served:.0f} served" if tenant.served else f"{name}: {counts}"
 
@@ -125,7 +124,7 @@ def executors(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_jso
     for info in infos:
         lease = f"{info.lease_remaining_seconds:.1f} s"
         told = (info.executor_id, info.address, info.state, lease, info.last_error or "")
-        table.add_row(*map(escape, told))
+        table.add_row(*map(escaped, told))
     out_console().print(table)
 
 
@@ -147,7 +146,7 @@ def abort(
     if as_json:
         print_json({"aborted": request_id})
     else:
-        typer.echo(f"aborted {request_id}")
+        typer.echo(f"aborted {visible(request_id)}")
 
 
 def reset_cache(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: opt.JsonFlag = False) -> None:

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.status import Status
 
 from kvplane_client.cli.child_process import ChildProcess
-from kvplane_client.cli.output import print_json
+from kvplane_client.cli.output import escaped, print_json
 from kvplane_client.manager_types import Model
 
 __all__ = ["UpView"]
@@ -71,7 +70,7 @@ class UpView:
             self._memory = record
         is_error = record.get("level") == "error" and "error" in record
         if self._verbose:
-            self._console.print(f"[cyan]{child:>8} |[/cyan] {escape(text)}")
+            self._console.print(f"[cyan]{child:>8} |[/cyan] {escaped(text, as_lines=True)}")
         elif is_error:
             self._told[child] = text
             # One line: what is in it was written by others, over several.
@@ -80,7 +79,7 @@ class UpView:
             if self._as_json:
                 print_json({"event": "error", "child": child, "error": message})
             else:
-                self._console.print(f"[bold red]error:[/bold red] {child}: {escape(message)}", soft_wrap=True)
+                self._console.print(f"[bold red]error:[/bold red] {child}: {escaped(message)}", soft_wrap=True)
 
     def loading(self, manager: ChildProcess, executor: ChildProcess, missing: str) -> None:
         """Shows how far the start has come."""
@@ -89,13 +88,13 @@ class UpView:
         event = f"{executor.latest_event[:_EVENT_WIDTH]} ({missing[:_EVENT_WIDTH]})"
         elapsed = self._clock() - self._since
         if self._console.is_terminal:
-            text = f"starting, {elapsed:.0f} s · executor: {escape(event)}"
+            text = f"starting, {elapsed:.0f} s · executor: {escaped(event)}"
             if self._status is None:
                 self._status = self._console.status(text)
                 self._status.start()
             self._status.update(text)
         elif event != self._last_event:
-            self._console.print(f"{elapsed:6.1f} s  executor: {escape(event)}")
+            self._console.print(f"{elapsed:6.1f} s  executor: {escaped(event)}")
         self._last_event = event
 
     def ready(self, model: Model, manager: ChildProcess, executor: ChildProcess) -> None:
@@ -122,8 +121,8 @@ class UpView:
         if not model.has_tokenizer:
             attempt = 'generate --token-ids "1,2,3" -n 5'
         self._console.print(
-            f"[bold green]ready[/bold green] on [bold]{escape(self._address)}[/bold] after {elapsed:.1f} s: "
-            f"{escape(model.name)}, {model.max_model_len} tokens, {escape(model.dtype)}",
+            f"[bold green]ready[/bold green] on [bold]{escaped(self._address)}[/bold] after {elapsed:.1f} s: "
+            f"{escaped(model.name)}, {model.max_model_len} tokens, {escaped(model.dtype)}",
             soft_wrap=True,
         )
         for name, value in (
@@ -134,7 +133,7 @@ class UpView:
             ("logs", str(manager.spec.log_path.parent)),
         ):
             if value:
-                self._console.print(f"  {name:<7} {escape(value)}", soft_wrap=True)
+                self._console.print(f"  {name:<7} {escaped(value, as_lines=True)}", soft_wrap=True)
         self._console.print("  Ctrl-C stops")
 
     def _network(self) -> str:
@@ -168,12 +167,12 @@ class UpView:
             return
         ended = f"[bold red]the {name} has ended ({_ending(code)})[/bold red]"
         if self._verbose or self._has_told(child):
-            self._console.print(f"{ended}; the whole log: {escape(str(child.spec.log_path))}", soft_wrap=True)
+            self._console.print(f"{ended}; the whole log: {escaped(str(child.spec.log_path))}", soft_wrap=True)
             return
         self._console.print(f"{ended}; its last lines:")
         for text in child.last_lines:
-            self._console.print(f"  {escape(text)}", soft_wrap=True)
-        self._console.print(f"the whole log: {escape(str(child.spec.log_path))}", soft_wrap=True)
+            self._console.print(f"  {escaped(text, as_lines=True)}", soft_wrap=True)
+        self._console.print(f"the whole log: {escaped(str(child.spec.log_path))}", soft_wrap=True)
 
     def restarting(self, child: ChildProcess, pause: float) -> None:
         """Shows that a child is started anew."""

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 
 import typer
 
-__all__ = ["MAX_INT32", "integer", "number", "one_of", "parse_size", "refused", "text"]
+__all__ = ["MAX_INT32", "integer", "number", "one_of", "parse_size", "refused", "text", "to_float", "to_int"]
 
 MAX_INT32 = 2**31 - 1
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)(B?)", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)(B?)", re.ASCII | re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -38,7 +38,7 @@ def integer(least: int, most: int, *, advice: str) -> Callable[[str], int]:
 
     def parse(given: str) -> int:
         try:
-            value = int(given)
+            value = to_int(given)
         except ValueError:
             raise refused(expected, given, advice) from None
         if value > most:  # only now of interest where it is what the wire can carry
@@ -63,7 +63,7 @@ def number(least: float, most: float = math.inf, *, advice: str, above: bool = F
 
     def parse(given: str) -> float:
         try:
-            value = float(given)
+            value = to_float(given)
         except ValueError:
             raise refused(expected, given, advice) from None
         # Written so that NaN is refused, too.
@@ -72,6 +72,16 @@ def number(least: float, most: float = math.inf, *, advice: str, above: bool = F
         return value
 
     return parse
+
+
+def to_int(given: str) -> int:
+    """Reads a whole number in ASCII digits; Python itself takes those of any script. Raises ValueError for all else."""
+    return int(_ascii(given))
+
+
+def to_float(given: str) -> float:
+    """The same for any number."""
+    return float(_ascii(given))
 
 
 def one_of(names: Callable[[], Sequence[str]], *, advice: str) -> Callable[[str], str]:
@@ -108,6 +118,12 @@ def parse_size(given: str) -> int:
         raise refused('a size such as "80GiB", "500MB" or a number of bytes', given, "K, M, G and T are known")
     base = 1000 if match[4] and not match[3] else 1024
     return int(float(match[1]) * base ** _POWERS[match[2].upper()])
+
+
+def _ascii(given: str) -> str:
+    if not str(given).isascii():  # a default comes as the number it is
+        raise ValueError(f"expected ASCII digits, got {given!r}")
+    return given
 
 
 def _range(least: float, most: float, *, above: bool = False) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import pytest
 from kvplane.common.v1 import common_pb2
+from kvplane.kvmanager.v1 import executor_registry_service_pb2 as registry_pb
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 from kvplane.kvmanager.v1 import kv_manager_service_pb2 as manager_pb
 from kvplane_client.cli.main import app
@@ -338,6 +339,13 @@ def test_wrong_usage_exits_with_2(cli: Cli, arguments: list[str]) -> None:
         (["--tenant", "x" * 257], "0 to 256 characters", "257"),
         (["--deadline", "0"], "a number, above 0", "0.0"),
         (["--wait", "-1"], "a number, at least 0", "-1.0"),
+        (["-n", "٣"], "a whole number, at least 1", "'٣'"),
+        (["--temperature", "٣"], "a number, at least 0", "'٣'"),
+        (["--logit-bias", "٣:1"], 'ID:X such as "42:-5"', "'٣:1'"),
+        (["--logit-bias", "3:١"], 'ID:X such as "42:-5"', "'3:١'"),
+        (["--retention", "٣:=1"], "START:STOP=PRIORITY or decode=PRIORITY", "'٣:=1'"),
+        (["--retention", "decode=١"], "START:STOP=PRIORITY or decode=PRIORITY", "'decode=١'"),
+        (["--retention", "decode=1/١"], "START:STOP=PRIORITY or decode=PRIORITY", "'decode=1/١'"),
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "chat"])
@@ -353,7 +361,7 @@ def test_value_out_of_range_is_wrong_usage_told_in_one_form(
     assert flags[0] in told
 
 
-@pytest.mark.parametrize("ids", ["one", ",", "-1", str(2**31)])
+@pytest.mark.parametrize("ids", ["one", ",", "-1", "٣", str(2**31)])
 def test_token_ids_that_are_none_are_wrong_usage(nobody: Cli, ids: str) -> None:
     result = nobody("generate", "--token-ids", ids, columns=400)
 
@@ -472,7 +480,7 @@ def test_events_are_lines_or_json_until_the_stream_ends(cli: Cli, threaded_manag
     ]
 
 
-@pytest.mark.parametrize("since", ["log", ":4", "log:0", "log:x"])
+@pytest.mark.parametrize("since", ["log", ":4", "log:0", "log:x", "log:٣"])
 def test_events_since_that_is_no_position_is_wrong_usage(cli: Cli, since: str) -> None:
     assert cli("events", "--since", since).exit_code == 2
 
@@ -505,6 +513,72 @@ def test_abort_and_reset_cache_say_what_they_did(cli: Cli, threaded_manager: Thr
     assert lines(cli("reset-cache", "--json")) == [{"blocks_forgotten": 4}]
     threaded_manager.scripts.unary["Abort"] = [fail(grpc.StatusCode.NOT_FOUND, "no request x", "UNKNOWN_REQUEST")]
     assert cli("abort", "x").exit_code == 1
+
+
+HOSTILE = "\x1b]0;pwn\x07\x1b[2J\x9b1A\u202e[b]\r\nx"
+SHOWN = r"\x1b]0;pwn\x07\x1b[2J\x9b1A\u202e[b]\r\nx"
+RUNNING = {"status": manager_pb.REQUEST_STATUS_RUNNING}
+SERVING = {"state": manager_pb.MANAGER_STATE_SERVING}
+ACTIVE = {"state": registry_pb.EXECUTOR_STATE_ACTIVE}
+
+
+@pytest.mark.parametrize(
+    ("command", "method", "response"),
+    [
+        (["pins"], "ListPinnedPrefixes", manager_pb.ListPinnedPrefixesResponse(pins=[{"name": HOSTILE}])),
+        (["pin", "x", "text"], "PinPrefix", manager_pb.PinPrefixResponse(pin={"name": HOSTILE})),
+        (["requests"], "ListRequests", manager_pb.ListRequestsResponse(requests=[{"request_id": HOSTILE, **RUNNING}])),
+        (["requests"], "ListRequests", manager_pb.ListRequestsResponse(requests=[{"tenant": HOSTILE, **RUNNING}])),
+        (["stats"], "GetStats", manager_pb.GetStatsResponse(tenants=[{"tenant": HOSTILE}], **SERVING)),
+        (["stats"], "GetStats", manager_pb.GetStatsResponse(settings={"policy": HOSTILE}, **SERVING)),
+        (
+            ["executors"],
+            "ListExecutors",
+            registry_pb.ListExecutorsResponse(executors=[{"executor_id": HOSTILE, **ACTIVE}]),
+        ),
+        (
+            ["executors"],
+            "ListExecutors",
+            registry_pb.ListExecutorsResponse(executors=[{"last_error": HOSTILE, **ACTIVE}]),
+        ),
+        (
+            ["blocks", "trace", "1"],
+            "TraceBlock",
+            manager_pb.TraceBlockResponse(
+                records=[{"moment": manager_pb.BLOCK_MOMENT_ALLOCATED, "request_id": HOSTILE}]
+            ),
+        ),
+        (["model", "info"], "GetModel", pb.GetModelResponse(name=HOSTILE)),
+    ],
+)
+def test_names_that_others_gave_are_shown_not_obeyed(
+    cli: Cli, threaded_manager: ThreadedManager, command: list[str], method: str, response: Any
+) -> None:
+    threaded_manager.scripts.unary[method] = [lambda request, context: succeed_with(response, request, context)]
+    plain, document = cli(*command, columns=400), cli(*command, "--json")
+
+    assert (plain.exit_code, document.exit_code) == (0, 0)
+    assert SHOWN in plain.stdout
+    assert HOSTILE in _strings(json.loads(document.stdout)), "JSON keeps what it was"
+    for stdout in (plain.stdout, document.stdout):
+        assert not set(HOSTILE) - set(SHOWN) - {"\n"} & set(stdout)
+
+
+def _strings(value: Any) -> set[str]:
+    """All strings in a JSON value."""
+    if isinstance(value, dict | list):
+        return set().union(*map(_strings, value.values() if isinstance(value, dict) else value))
+    return {value} if isinstance(value, str) else set()
+
+
+@pytest.mark.parametrize("command", [["stats"], ["generate", "a"]])
+def test_errors_are_shown_not_obeyed_and_keep_their_lines(
+    cli: Cli, threaded_manager: ThreadedManager, command: list[str]
+) -> None:
+    threaded_manager.scripts.unary["GetStats"] = [fail(grpc.StatusCode.NOT_FOUND, "no \x1b[2J\x9b\nhere", "X")]
+    threaded_manager.scripts.generate = [failing_stream(grpc.StatusCode.NOT_FOUND, "no \x1b[2J\x9b\nhere", "X")]
+
+    assert r"no \x1b[2J\x9b" + "\nhere" in cli(*command).stderr
 
 
 def test_version_prints_versions() -> None:

@@ -10,7 +10,7 @@ from kvplane.executor.v1 import executor_service_pb2 as pb
 
 from executor_service.backends.base import BackendError, RowLogprobs, StepBatch, StepResult
 from executor_service.backends.sim_digest import expected_tokens
-from executor_service.server import ExecutorServer, running_executor
+from executor_service.server import SERVICE_NAME, ExecutorServer, running_executor
 from executor_service.step_runner import MAX_QUEUED_STEPS
 from tests.unit.executor_shell.executor_backends import DEADLOCK_S, BrokenBackend, HeldBackend
 from tests.unit.executor_shell.executor_builders import (
@@ -323,12 +323,68 @@ async def test_execute_superseded_stream_that_was_half_closed_does_not_look_comp
         await until(lambda: server._thread._jobs.qsize() == 2)
         first = server._runner._current
         new = client.execute()
+        await new.send(decode(5, epoch, 0))
         await until(lambda: server._runner._current is not first)
         backend.open()
         assert (await old.receive()).step_id == 1
         assert error_info(await old.error()).reason == "STREAM_SUPERSEDED"
-        assert (await new.step(decode(5, epoch, 0))).step_id == 5
+        assert (await new.receive()).step_id == 5
         assert backend.executed == [1, 5]
+
+
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [
+        (b"\xff", "MALFORMED_MESSAGE"),
+        (b"", "STALE_EPOCH"),
+        (lambda epoch: decode(1, epoch + 1, 0), "STALE_EPOCH"),
+        (lambda epoch: decode(0, epoch, 0), "INVALID_FIELD"),
+        (lambda epoch: make_step(1, epoch, [Row([1], [10_000], start=0)]), "INVALID_FIELD"),
+        (
+            lambda epoch: make_step(2, epoch, [Row([-1], TABLE, start=1, feed=0)], feeds_from_step_id=1),
+            "FEED_NOT_KEPT",
+        ),
+    ],
+    ids=["bytes", "empty", "stale", "no_step_id", "no_such_block", "fed"],
+)
+async def test_execute_first_step_that_cannot_be_run_leaves_the_other_stream_alone(first, reason):
+    async with executing(None) as (server, client, epoch):
+        live = client.execute()
+        await live.step(decode(1, epoch, 0))
+        data = first if isinstance(first, bytes) else first(epoch).SerializeToString()
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            call = channel.stream_stream(f"/{SERVICE_NAME}/Execute")()
+            await call.write(data)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call.read()
+        assert error_info(refused.value).reason == reason
+        assert (await live.step(decode(2, epoch, 1))).step_id == 2
+
+
+async def test_execute_stream_without_a_step_leaves_the_other_alone_and_ends_when_one_opened_after_it_takes_over():
+    async with executing(None) as (server, client, epoch):
+        live = client.execute()
+        await live.step(decode(1, epoch, 0))
+        silent = client.execute()
+        await until(lambda: len(server._runner._open) == 2)
+        await live.step(decode(2, epoch, 1))
+        new = client.execute()
+        assert (await new.step(decode(1, epoch, 2))).step_id == 1
+        for ended in (live, silent):
+            assert error_info(await ended.error()).reason == "STREAM_SUPERSEDED"
+        await new.close()
+        await until(lambda: not server._runner._open)
+
+
+async def test_execute_stream_without_a_step_ends_when_the_executor_stops():
+    async with executing(None) as (server, client, epoch):
+        live = client.execute()
+        await live.step(decode(1, epoch, 0))
+        silent = client.execute()
+        await until(lambda: len(server._runner._open) == 2)
+        server._runner.stop()
+        for ended in (live, silent):
+            assert error_info(await ended.error()).reason == "EXECUTOR_STOPPING"
 
 
 async def test_execute_cancelled_stream_drops_its_queued_steps():

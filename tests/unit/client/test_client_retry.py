@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from kvplane_client import NO_RETRY, InternalError, KvPlaneError, ResourceExhaustedError, RetryPolicy, UnavailableError
+from kvplane_client import (
+    NO_RETRY,
+    InternalError,
+    InvalidArgumentError,
+    KvPlaneError,
+    ResourceExhaustedError,
+    RetryPolicy,
+    UnavailableError,
+)
 from kvplane_client.retry import Deadline, RetryState
 
 
@@ -106,3 +114,23 @@ def test_deadline_counts_down_to_zero() -> None:
 def test_bad_policy_is_refused_with_the_fields_name(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field}: expected .* got {value}"):
         RetryPolicy(**{field: value})
+
+
+@pytest.mark.parametrize("seconds", [1e9, 1e308, float("inf")])
+def test_deadline_that_nobody_lives_to_see_is_none(seconds: float) -> None:
+    assert Deadline(seconds, Clock()).remaining() is None
+
+
+def test_deadline_counts_down_to_nothing() -> None:
+    clock = Clock()
+    deadline = Deadline(1e6, clock)
+    clock.now += 1e6 - 1
+    assert deadline.remaining() == 1
+    clock.now += 2
+    assert deadline.remaining() == 0
+
+
+def test_deadline_that_is_no_number_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="expected seconds, got nan") as refused:
+        Deadline(float("nan"))
+    assert refused.value.metadata == {"parameter": "deadline"}

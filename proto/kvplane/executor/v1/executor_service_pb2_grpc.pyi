@@ -50,7 +50,8 @@ class ExecutorServiceStub:
     A step that cannot be run ends the stream with its status, ErrorInfo.metadata["step_id"] names it, and
     no step queued behind it is run; the cache is as it was but for the slots those steps would have written. Errors:
     INVALID_ARGUMENT for a malformed step, FAILED_PRECONDITION without a cache, ABORTED for another epoch, a step id
-    that does not grow, or when another Execute stream has taken over. A new stream starts its step ids anew.
+    that does not grow, or when another Execute stream has taken over. A new stream starts its step ids anew. It takes
+    over from those opened before it with its first step, if that can be run; until then it disturbs none of them.
     """
     ListBlockTags: grpc.UnaryStreamMultiCallable[kvplane.executor.v1.executor_service_pb2.ListBlockTagsRequest, kvplane.executor.v1.executor_service_pb2.ListBlockTagsResponse]
     """ListBlockTags streams the tags of all tagged blocks, so that a manager that was restarted can adopt the cache.
@@ -89,7 +90,8 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     A step that cannot be run ends the stream with its status, ErrorInfo.metadata["step_id"] names it, and
     no step queued behind it is run; the cache is as it was but for the slots those steps would have written. Errors:
     INVALID_ARGUMENT for a malformed step, FAILED_PRECONDITION without a cache, ABORTED for another epoch, a step id
-    that does not grow, or when another Execute stream has taken over. A new stream starts its step ids anew.
+    that does not grow, or when another Execute stream has taken over. A new stream starts its step ids anew. It takes
+    over from those opened before it with its first step, if that can be run; until then it disturbs none of them.
     """
     ListBlockTags: grpc.aio.UnaryStreamMultiCallable[kvplane.executor.v1.executor_service_pb2.ListBlockTagsRequest, kvplane.executor.v1.executor_service_pb2.ListBlockTagsResponse]  # type: ignore[assignment]
     """ListBlockTags streams the tags of all tagged blocks, so that a manager that was restarted can adopt the cache.
@@ -149,7 +151,8 @@ class ExecutorServiceServicer(metaclass=abc.ABCMeta):
         A step that cannot be run ends the stream with its status, ErrorInfo.metadata["step_id"] names it, and
         no step queued behind it is run; the cache is as it was but for the slots those steps would have written. Errors:
         INVALID_ARGUMENT for a malformed step, FAILED_PRECONDITION without a cache, ABORTED for another epoch, a step id
-        that does not grow, or when another Execute stream has taken over. A new stream starts its step ids anew.
+        that does not grow, or when another Execute stream has taken over. A new stream starts its step ids anew. It takes
+        over from those opened before it with its first step, if that can be run; until then it disturbs none of them.
         """
 
     @abc.abstractmethod
