@@ -220,6 +220,17 @@ def test_pins_stand_back_no_further_than_they_must_the_newest_and_deepest_first(
     scheduler.check_integrity()
 
 
+def held_by_next_step(scheduler: Scheduler, *names: str) -> list[int]:
+    """How many blocks pins hold once a step is decided: after it they take back what is still there."""
+    step = scheduler.schedule()
+    assert step is not None
+    scheduler.check_integrity()
+    counts = [held(scheduler, name) for name in names]
+    scheduler.update(make_result(step))
+    scheduler.check_integrity()
+    return counts
+
+
 def test_pins_that_the_request_itself_holds_are_no_help_and_keep_all() -> None:
     """`new` is the prompt of who grows: only `old` has what it lacks."""
     scheduler = make(num_blocks=7, fraction=1.0)
@@ -229,8 +240,7 @@ def test_pins_that_the_request_itself_holds_are_no_help_and_keep_all() -> None:
     scheduler.pins.pin(make_pin("new", range(100, 108)))
     scheduler.add_request(make_new("lone", range(100, 109), max_tokens=12))
     for num_old in (2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1):  # the seventeenth token takes a fifth block
-        run_step(scheduler)
-        assert (held(scheduler, "old"), held(scheduler, "new")) == (num_old, 2)
+        assert held_by_next_step(scheduler, "old", "new") == [num_old, 2]
     assert not scheduler.has_work
 
 
@@ -241,16 +251,10 @@ def test_pins_let_go_of_a_shared_block_only_when_none_is_behind_it() -> None:
     scheduler.pins.pin(make_pin("long", range(16)))
     scheduler.pins.pin(make_pin("short", range(8)))
     assert scheduler.kv.pool.num_free_blocks == 2
-    run_all(scheduler, "three", range(200, 211))
-    assert (held(scheduler, "long"), held(scheduler, "short")) == (3, 2)
-    scheduler.pins.unpin("long")
-    scheduler.pins.unpin("short")
-    run_all(scheduler, "a", range(16))
-    scheduler.pins.pin(make_pin("long", range(16)))
-    scheduler.pins.pin(make_pin("short", range(8)))
-    run_all(scheduler, "five", range(200, 219))
-    assert (held(scheduler, "long"), held(scheduler, "short")) == (1, 1), "both, for one alone would free nothing"
-    scheduler.check_integrity()
+    scheduler.add_request(make_new("three", range(200, 211), max_tokens=1))
+    assert held_by_next_step(scheduler, "long", "short") == [3, 2]
+    scheduler.add_request(make_new("five", range(300, 319), max_tokens=1))
+    assert held_by_next_step(scheduler, "long", "short") == [1, 1], "both, for one alone would free nothing"
 
 
 def test_pins_keep_what_a_waiting_request_hits() -> None:
@@ -260,9 +264,9 @@ def test_pins_keep_what_a_waiting_request_hits() -> None:
     run_all(scheduler, "b", range(100, 108))
     scheduler.pins.pin(make_pin("old", range(8)))
     scheduler.pins.pin(make_pin("new", range(100, 108)))
-    assert run_all(scheduler, "waits", range(100, 119)) == 8
-    assert (held(scheduler, "old"), held(scheduler, "new")) == (1, 2)
-    scheduler.check_integrity()
+    request = scheduler.add_request(make_new("waits", range(100, 119), max_tokens=1))
+    assert held_by_next_step(scheduler, "old", "new") == [1, 2]
+    assert request.num_cached_tokens == 8
 
 
 def test_pins_that_have_too_little_for_a_request_keep_it() -> None:
