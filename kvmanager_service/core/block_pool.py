@@ -46,6 +46,10 @@ class BlockPool:
         eviction_policy: a name in `EVICTION_POLICIES`: which of the free blocks with content goes first.
         events: told of every change to what committed blocks hold; None tells nobody.
         history: told of what becomes of each block; None tells nobody.
+
+    Attributes:
+        num_shared_changes: grows whenever a block that is referenced before and after gets or loses a reference. While
+            it stands still, who holds a block can change only by the block's being handed out, hit when free, or freed.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class BlockPool:
         self.cached_block_hash_to_block: dict[BlockHash, BlockContent] = {}
         self.num_cached_blocks = 0
         self.num_evictions = 0
+        self.num_shared_changes = 0
         self.next_serial = 1
         self._provisional: dict[int, _StepFill] = {}
         self.history = history
@@ -104,6 +109,8 @@ class BlockPool:
         for block in blocks:
             if block.ref_cnt == 0:
                 self.free_block_queue.remove(block)
+            else:
+                self.num_shared_changes += 1
             block.ref_cnt += 1
 
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -126,6 +133,8 @@ class BlockPool:
                     queue.prepend(block)
                 else:
                     queue.append(block)
+            else:
+                self.num_shared_changes += 1
 
     def note_use(self, blocks: Iterable[KVCacheBlock]) -> None:
         """A request is about to free its table: tell the eviction policy, which may go by how often that happens."""

@@ -11,8 +11,8 @@ for the next block that it lacks. A block that a pin holds is referenced, so no 
               └── another cache, a reset, a failed row, or make_room
 
 Pins stand back before a request ends for want of blocks: a request that is alone and does not find enough takes what
-only pins hold, the newest pin's deepest blocks first (`make_room`). So what fits the pool without pins fits it with
-them, and `pool_limit` need not know of pins.
+only pins hold, the newest pin's deepest blocks first, and nothing that would not help it (`make_room`). So what fits
+the pool without pins fits it with them, and `pool_limit` need not know of pins.
 
 Nobody writes to a block that a pin holds: to who is about to, the pin is like another table (see `KVCacheManager`).
 """
@@ -205,20 +205,56 @@ class PinnedPrefixes:
         """Stand back for a request that is alone: let go of what it lacks for its first num_tokens tokens.
 
         Returns:
-            Whether it finds enough now. Pins that could not help keep what they hold.
+            Whether it finds enough now. If all that pins can give is too little, they keep what they hold; and those
+            that cannot help keep it in any case.
         """
         kv = self._kv
         if kv is None or not self._holders or kv.num_blocks_for(num_tokens) > kv.pool.num_usable_blocks:
             return False
-        # More than once, since what is let go may be what it hits: that is no block more for it.
-        while self._holders and (num_lacking := kv.num_lacking(request, num_tokens)):
-            enough = kv.pool.num_free_blocks + num_lacking
-            for pin in reversed(list(self._pins.values())):
-                while pin.blocks and kv.pool.num_free_blocks < enough:
-                    if request.blocks and not kv.num_lacking(request, num_tokens):
-                        break  # it may write to a block of its own now that the pin let go of, and needs no copy
-                    self._let_go(pin, len(pin.blocks) - 1)
+        num_lacking = kv.num_lacking(request, num_tokens)
+        helpful = self._helpful_blocks(request, kv) if num_lacking else set()
+        if num_lacking > len(helpful):
+            return False
+        # For each pin, newest first, where its helpful blocks are, the deepest last.
+        places = [
+            (pin, [index for index, block in enumerate(pin.blocks) if block in helpful])
+            for pin in reversed(list(self._pins.values()))
+        ]
+        for _ in range(num_lacking):
+            self._let_go_of_one(places)
         return not kv.num_lacking(request, num_tokens)
+
+    def _helpful_blocks(self, request: Request, kv: KVCacheManager) -> set[KVCacheBlock]:
+        """Blocks of which each makes up for one that the request lacks, once no pin holds it any more.
+
+        Those that pins alone hold, but for what the request hits: that would be a free block, and one more for it. And
+        the block it is about to write to, if only pins hold that, too: then it needs no copy.
+        """
+        hits = set() if request.blocks else set(kv.get_computed_blocks(request))
+        helpful = {
+            block
+            for pin in self._pins.values()
+            for block in pin.blocks
+            if block.ref_cnt == self._holders[block.block_id] and block not in hits
+        }
+        if request.may_share_tail and kv.shares_tail(request):
+            tail = request.blocks[request.num_computed_tokens // kv.block_size]
+            if tail.ref_cnt == self._holders.get(tail.block_id, 0) + 1:
+                helpful.add(tail)
+        return helpful
+
+    def _let_go_of_one(self, places: list[tuple[PinnedPrefix, list[int]]]) -> None:
+        """Let go of one helpful block: of the newest pin that has one with no other behind it, in whichever pin.
+
+        There is one: all pins that hold a block hold it at the same place, so the deepest of all is such a block.
+        """
+        ends: dict[KVCacheBlock, list[tuple[PinnedPrefix, list[int]]]] = {}
+        for pin, indices in places:
+            if indices:
+                ends.setdefault(pin.blocks[indices[-1]], []).append((pin, indices))
+        holders = next(pins for block, pins in ends.items() if len(pins) == self._holders[block.block_id])
+        for pin, indices in holders:
+            self._let_go(pin, indices.pop())
 
     def _let_go(self, pin: PinnedPrefix, first: int) -> None:
         """Drop a pin's references from its block `first` on, the deepest first."""

@@ -29,7 +29,7 @@ class StepPlan:
         step_id: the step's.
         rows: in the order they were added.
         copies: what blocks are to be copied before the rows write, in order: `kv.copies.orders`, and what others add.
-        awaited: blocks, on their way to the host, that running requests wait for; by the request's arrival_seq.
+        num_awaited: blocks, on their way to the host, that running requests wait for.
         budget: tokens that may still be added.
     """
 
@@ -37,9 +37,10 @@ class StepPlan:
         self.step_id = step_id
         self.rows: list[ScheduledRow] = []
         self.copies = kv.copies.orders
-        self.awaited: dict[int, int] = {}
+        self.num_awaited = 0
         self.budget = config.max_num_batched_tokens
         self._longest_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        self._awaited: dict[int, int] = {}  # arrival_seq -> blocks
         self._previous = previous
         self._kv = kv
 
@@ -55,9 +56,14 @@ class StepPlan:
         self.budget -= num_tokens
         return row
 
+    def wait(self, request: Request, num_blocks: int) -> None:
+        """Compute nothing of this request before so many blocks have come free; it has no row."""
+        self.num_awaited += num_blocks - self._awaited.get(request.arrival_seq, 0)
+        self._awaited[request.arrival_seq] = num_blocks
+
     def drop(self, request: Request) -> None:
         """Compute nothing of this request, which need not have a row; and it waits for no blocks."""
-        self.awaited.pop(request.arrival_seq, None)
+        self.num_awaited -= self._awaited.pop(request.arrival_seq, 0)
         for index, row in enumerate(self.rows):
             if row.request is request:
                 del self.rows[index]

@@ -86,7 +86,7 @@ class SwapSpace:
 
     Invariants (`check_integrity`):
         A host block is free or belongs to one copy. A request has one copy at most: LEAVING or HELD while it waits,
-        RETURNING while it runs.
+        RETURNING while it runs. What is known of blocks on their way to the host is what the copies say.
     """
 
     def __init__(self, kv: KVCacheManager, num_host_blocks: int, policy: SwapPolicy, stats: SchedulerStats) -> None:
@@ -97,6 +97,9 @@ class SwapSpace:
         self._free_host_ids = list(range(num_host_blocks - 1, -1, -1))
         self._copies: dict[int, HostCopy] = {}
         self._under_way: dict[int, list[HostCopy]] = {}
+        self._leaving: dict[KVCacheBlock, int] = {}  # references that are dropped once all under way is acknowledged
+        self._num_coming_free = 0  # blocks with no others; as of the pool's num_shared_changes below
+        self._counted_at = kv.pool.num_shared_changes
 
     @property
     def num_used_host_blocks(self) -> int:
@@ -132,6 +135,9 @@ class SwapSpace:
         if not self._policy.prefers_swap(num_tokens - self._num_shared_tokens(request), num_blocks):
             return
         blocks = self._kv.detach(request, num_blocks)
+        for block in blocks:
+            count = self._leaving[block] = self._leaving.get(block, 0) + 1
+            self._num_coming_free += block.ref_cnt == count  # it was not before: the table's was one more
         host_ids = [self._free_host_ids.pop() for _ in range(num_blocks)]
         for block, host_id in zip(blocks, host_ids, strict=True):
             plan.copies.append(BlockCopy(CopyDirection.DEVICE_TO_HOST, block.block_id, host_id))
@@ -155,30 +161,32 @@ class SwapSpace:
         What a pin or another table holds, too, will not be free. If there will be room, it is noted that the request
         waits for them: whoever comes after it in this plan does not count on the same ones.
         """
-        leaving = self._leaving_references()
         needed = max(0, self._kv.num_blocks_for(num_tokens) - len(request.blocks))
         if request.may_share_tail and self._kv.shares_tail(request):
             tail = request.blocks[request.num_computed_tokens // self._kv.block_size]
-            needed += tail.ref_cnt - leaving.get(tail, 0) > 1  # then it takes a copy of the block that it writes to
-        num_leaving = sum(block.ref_cnt == count for block, count in leaving.items())
-        expected = num_leaving + self._kv.pool.num_free_blocks - sum(plan.awaited.values())
-        if needed > expected:
+            needed += tail.ref_cnt - self._leaving.get(tail, 0) > 1  # then it takes a copy of the block it writes to
+        if needed > self._num_expected() + self._kv.pool.num_free_blocks - plan.num_awaited:
             return False
-        plan.awaited[request.arrival_seq] = needed
+        plan.wait(request, needed)
         return True
+
+    def _num_expected(self) -> int:
+        """Blocks that come free once all that is under way is acknowledged; O(1) while nobody shares or unshares any.
+
+        Others may: a row that takes a copy of a leaving block, or a victim that is computed again, lets go of it.
+        """
+        if self._counted_at != self._kv.pool.num_shared_changes:
+            self._num_coming_free = self._count_coming_free()
+            self._counted_at = self._kv.pool.num_shared_changes
+        return self._num_coming_free
+
+    def _count_coming_free(self) -> int:
+        return sum(block.ref_cnt == count for block, count in self._leaving.items())
 
     @property
     def has_leaving(self) -> bool:
         """Whether blocks are on their way to the host; a step that orders that is out, or being decided."""
-        return any(copy.phase is CopyPhase.LEAVING for copy in self._copies.values())
-
-    def _leaving_references(self) -> dict[KVCacheBlock, int]:
-        """How many references of each block will be dropped once all that is under way is acknowledged."""
-        references: dict[KVCacheBlock, int] = {}
-        for copy in self._copies.values():
-            for block in copy.blocks:
-                references[block] = references.get(block, 0) + 1
-        return references
+        return bool(self._leaving)
 
     # --- and comes back -------------------------------------------------------------------------------------------
 
@@ -278,6 +286,12 @@ class SwapSpace:
 
     def _give_back_blocks(self, copy: HostCopy) -> None:
         blocks, copy.blocks = copy.blocks, []
+        for block in blocks:
+            count = self._leaving.pop(block)
+            if count > 1:
+                self._leaving[block] = count - 1
+            else:
+                self._num_coming_free -= block.ref_cnt == 1
         self._kv.give_back(copy.request, blocks)
 
     # --- checks ---------------------------------------------------------------------------------------------------
@@ -290,9 +304,16 @@ class SwapSpace:
     def check_integrity(self, outstanding: Collection[int]) -> None:
         """Check every invariant. `outstanding` is the ids of the steps that are out. Raises AssertionError."""
         taken = list(self._free_host_ids)
+        leaving: dict[KVCacheBlock, int] = {}
         for copy in self._copies.values():
             taken += copy.host_ids
             self._check_copy(copy)
+            for block in copy.blocks:
+                leaving[block] = leaving.get(block, 0) + 1
+        assert self._leaving == leaving, f"{self._leaving} are leaving, the copies say {leaving}"
+        is_counted = self._counted_at == self._kv.pool.num_shared_changes
+        coming = self._count_coming_free()
+        assert not is_counted or self._num_coming_free == coming, f"{self._num_coming_free} come free, not {coming}"
         for step_id, copies in self._under_way.items():
             assert step_id in outstanding, f"copies are under way in step {step_id}, which is not out"
             for copy in copies:

@@ -114,6 +114,30 @@ def test_simulation_copy_of_a_failed_row_is_used_by_nobody() -> None:
     live_through_a_failed_copy()
 
 
+def live_through_a_lost_copy() -> None:
+    """There is room for a request again while its blocks are on their way to the host, and they never get there."""
+    config = SchedulerConfig(watermark=0.0, preemption_mode="swap", max_outstanding=2)
+    world = World(7, 4, config, num_host_blocks=8)
+    greedy = SamplingParams(temperature=0.0)
+    prompts = {"a": [1] * 8, "b": [2] * 8, "c": list(range(7))}
+    for request_id, prompt in prompts.items():
+        world.scheduler.add_request(make_new(request_id, prompt, max_tokens=6, sampling=greedy))
+    world.schedule()
+    assert world.scheduler.stats.swapped_out == 1
+    world.complete()
+    world.scheduler.abort("a")
+    world.scheduler.abort("b")
+    world.schedule()
+    world.lose_stream()
+    world.run()
+    expected = expected_tokens(prompts["c"], 6, vocab_size=VOCAB_SIZE)
+    assert world.produced["c"].token_ids == expected, "c got other tokens than the oracle's"
+
+
+def test_simulation_copy_that_was_lost_is_used_by_nobody() -> None:
+    live_through_a_lost_copy()
+
+
 @pytest.mark.parametrize("mode", ["swap", "auto"])
 @pytest.mark.parametrize("seed", range(FIRST_SEED + 2000, FIRST_SEED + 2000 + NUM_SEEDS // 2))
 def test_simulation_swapped_requests_in_a_crowded_pool_every_output_is_the_oracles(seed: int, mode: str) -> None:

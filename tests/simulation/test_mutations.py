@@ -15,13 +15,17 @@ from kvmanager_service.core.priority_policy import PriorityPolicy
 from kvmanager_service.core.request import Request
 from kvmanager_service.core.request_book import RequestBook
 from kvmanager_service.core.scheduler import Scheduler
-from kvmanager_service.core.scheduler_config import RECOMPUTE
-from kvmanager_service.core.step import BlockCopy, ScheduledRow, Step, StepResult
+from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig
+from kvmanager_service.core.step import BlockCopy, CopyDirection, ScheduledRow, Step, StepResult
 from kvmanager_service.core.step_plan import StepPlan
 from kvmanager_service.core.swap_space import CopyPhase, HostCopy, SwapSpace
 from kvmanager_service.core.tag_outbox import Tag
 from tests.simulation.chaos import Chaos
-from tests.simulation.test_faults import live_through_a_failed_copy, live_through_a_failed_twin
+from tests.simulation.test_faults import (
+    live_through_a_failed_copy,
+    live_through_a_failed_twin,
+    live_through_a_lost_copy,
+)
 
 pytestmark = pytest.mark.patches_core
 
@@ -255,15 +259,15 @@ def copies_are_not_ordered(patch: pytest.MonkeyPatch) -> None:
 
 
 def copies_come_a_step_late(patch: pytest.MonkeyPatch) -> None:
-    original = StepPlan.make_step
-    late: list[BlockCopy] = []
+    original = KVCacheManager.take_copies
 
-    def make_step(self: StepPlan, tags: list[Tag]) -> Step:
-        step = original(self, tags)
-        step.copies, late[:] = list(late), step.copies
-        return step
+    def take_copies(self: KVCacheManager) -> list[BlockCopy]:
+        late: list[BlockCopy] = vars(self).setdefault("late", [])  # with the cache, so that none outlives it
+        copies = list(late)
+        late[:] = original(self)
+        return copies
 
-    patch.setattr(StepPlan, "make_step", make_step)
+    patch.setattr(KVCacheManager, "take_copies", take_copies)
 
 
 def leaving_blocks_are_free_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -394,7 +398,17 @@ def host_memory_outlives_its_executor(patch: pytest.MonkeyPatch) -> None:
 
 
 def request_is_admitted_before_its_copy_is_there(patch: pytest.MonkeyPatch) -> None:
+    original = SwapSpace.bring_back
+
+    def bring_back(self: SwapSpace, request: Request, plan: StepPlan) -> None:
+        copy = self._copies.get(request.arrival_seq)
+        if copy is not None and copy.phase is CopyPhase.LEAVING:
+            copy.phase = CopyPhase.HELD
+        original(self, request, plan)
+
     patch.setattr(SwapSpace, "is_leaving", lambda self, request: False)
+    patch.setattr(SwapSpace, "bring_back", bring_back)  # it must be seen in what comes out
+    patch.setattr(SwapSpace, "_check_copy", lambda self, copy: None)
 
 
 def ended_request_keeps_its_host_blocks(patch: pytest.MonkeyPatch) -> None:
@@ -467,7 +481,6 @@ SWAP_MUTATIONS: list[Mutation] = [
     last_block_is_not_copied,
     lost_copies_are_held,
     host_memory_outlives_its_executor,
-    request_is_admitted_before_its_copy_is_there,
     ended_request_keeps_its_host_blocks,
     whoever_waits_for_blocks_takes_more,
 ]
@@ -507,6 +520,26 @@ def test_simulation_copy_of_a_failed_row_that_is_trusted_is_noticed(monkeypatch:
     monkeypatch.setattr(SwapSpace, "distrust", lambda self, request, root, distrusted: None)
     with pytest.raises(AssertionError):
         live_through_a_failed_copy()
+
+
+def test_simulation_request_that_is_admitted_before_its_copy_is_there_gets_other_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only if the copy is lost, for an executor takes steps in order: few of the lives above come to that."""
+    request_is_admitted_before_its_copy_is_there(monkeypatch)
+    with pytest.raises(AssertionError, match="c got other tokens"):
+        live_through_a_lost_copy()
+
+
+def test_simulation_copies_come_a_step_late_none_outlives_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lives that follow each other in one test must not share what a mutation keeps."""
+    copies_come_a_step_late(monkeypatch)
+    first, second = KVCacheManager(5, 4), KVCacheManager(5, 4)
+    copy = BlockCopy(CopyDirection.DEVICE_TO_DEVICE, 1, 2)
+    first.copies.append(copy)
+    assert StepPlan(1, None, first, SchedulerConfig()).make_step([]).copies == []
+    assert StepPlan(1, None, second, SchedulerConfig()).make_step([]).copies == []
+    assert StepPlan(2, None, first, SchedulerConfig()).make_step([]).copies == [copy]
 
 
 def test_simulation_free_order_reversed_is_noticed_by_the_hits_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:

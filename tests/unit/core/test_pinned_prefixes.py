@@ -20,6 +20,7 @@ from kvmanager_service.core.pinned_prefixes import MAX_PINS, PinnedPrefix
 from kvmanager_service.core.request import FinishReason
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.step_plan import StepPlan
+from kvmanager_service.core.swap_space import SwapSpace
 from tests.unit.core.builders import (
     block_ids,
     make_coordinator,
@@ -219,6 +220,65 @@ def test_pins_stand_back_no_further_than_they_must_the_newest_and_deepest_first(
     scheduler.check_integrity()
 
 
+def held_by_next_step(scheduler: Scheduler, *names: str) -> list[int]:
+    """How many blocks pins hold once a step is decided: after it they take back what is still there."""
+    step = scheduler.schedule()
+    assert step is not None
+    scheduler.check_integrity()
+    counts = [held(scheduler, name) for name in names]
+    scheduler.update(make_result(step))
+    scheduler.check_integrity()
+    return counts
+
+
+def test_pins_that_the_request_itself_holds_are_no_help_and_keep_all() -> None:
+    """`new` is the prompt of who grows: only `old` has what it lacks."""
+    scheduler = make(num_blocks=7, fraction=1.0)
+    run_all(scheduler, "a", range(8))
+    run_all(scheduler, "b", range(100, 108))
+    scheduler.pins.pin(make_pin("old", range(8)))
+    scheduler.pins.pin(make_pin("new", range(100, 108)))
+    scheduler.add_request(make_new("lone", range(100, 109), max_tokens=12))
+    for num_old in (2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1):  # the seventeenth token takes a fifth block
+        assert held_by_next_step(scheduler, "old", "new") == [num_old, 2]
+    assert not scheduler.has_work
+
+
+def test_pins_let_go_of_a_shared_block_only_when_none_is_behind_it() -> None:
+    """`short` is the newest, but all it holds `long` holds, too: letting go of it would free nothing."""
+    scheduler = make(num_blocks=7, fraction=1.0)
+    run_all(scheduler, "a", range(16))
+    scheduler.pins.pin(make_pin("long", range(16)))
+    scheduler.pins.pin(make_pin("short", range(8)))
+    assert scheduler.kv.pool.num_free_blocks == 2
+    scheduler.add_request(make_new("three", range(200, 211), max_tokens=1))
+    assert held_by_next_step(scheduler, "long", "short") == [3, 2]
+    scheduler.add_request(make_new("five", range(300, 319), max_tokens=1))
+    assert held_by_next_step(scheduler, "long", "short") == [1, 1], "both, for one alone would free nothing"
+
+
+def test_pins_keep_what_a_waiting_request_hits() -> None:
+    """What it hits of `new` it needs, held by a pin or free: `old` stands back."""
+    scheduler = make(num_blocks=7, fraction=1.0)
+    run_all(scheduler, "a", range(8))
+    run_all(scheduler, "b", range(100, 108))
+    scheduler.pins.pin(make_pin("old", range(8)))
+    scheduler.pins.pin(make_pin("new", range(100, 108)))
+    request = scheduler.add_request(make_new("waits", range(100, 119), max_tokens=1))
+    assert held_by_next_step(scheduler, "old", "new") == [1, 2]
+    assert request.num_cached_tokens == 8
+
+
+def test_pins_that_have_too_little_for_a_request_keep_it() -> None:
+    scheduler = make()
+    run_all(scheduler, "a", SYSTEM)
+    scheduler.pins.pin(make_pin("system", SYSTEM))
+    scheduler.kv.pool.get_new_blocks(8)  # as if others held all the rest
+    request = scheduler.add_request(make_new("three", range(200, 211)))
+    assert not scheduler.pins.make_room(request, request.num_tokens)
+    assert held(scheduler, "system") == 2
+
+
 def test_pins_stand_back_for_a_request_that_hits_what_they_hold() -> None:
     scheduler = make()
     run_all(scheduler, "a", range(16))
@@ -388,6 +448,40 @@ def test_swap_blocks_on_their_way_that_a_pin_holds_will_not_be_free() -> None:
     scheduler.check_integrity()
     assert scheduler.kv.pool.num_free_blocks == 1
     assert held(scheduler, "system") == 2
+
+
+def test_swap_blocks_on_their_way_are_expected_by_who_else_holds_them_now() -> None:
+    """All that is on its way is b's, and others take hold of it and let go while it is."""
+    scheduler = make_swapping(10, 0.5)
+    scheduler.add_request(make_new("a", range(100, 123), max_tokens=20))  # 6 blocks
+    scheduler.add_request(make_new("b", SYSTEM, max_tokens=20))  # 3 blocks
+    run_step(scheduler)
+    run_step(scheduler)
+    step = scheduler.schedule()
+    assert step is not None
+    assert len(step.copies) == 3
+    swap_space = scheduler.swap_space
+    assert swap_space is not None
+
+    def num_expected() -> int:
+        fits = [num for num in range(7) if has_room(swap_space, 24 + SIZE * num)]
+        scheduler.check_integrity()
+        return max(fits)
+
+    def has_room(swap_space: SwapSpace, num_tokens: int) -> bool:
+        plan = StepPlan(9, None, scheduler.kv, scheduler.config)
+        return swap_space.will_have_room(scheduler.requests["a"], num_tokens, plan)
+
+    assert num_expected() == 3
+    scheduler.pins.pin(make_pin("system", SYSTEM))
+    assert num_expected() == 1
+    scheduler.pins.pin(make_pin("half", SYSTEM[:4]))
+    scheduler.pins.unpin("system")
+    assert num_expected() == 2
+    scheduler.pins.unpin("half")
+    assert num_expected() == 3
+    scheduler.abort("b")
+    assert (num_expected(), scheduler.kv.pool.num_free_blocks) == (3, 3), "free at once, and expected no more"
 
 
 def test_swap_request_that_is_alone_waits_for_what_is_on_its_way_before_pins_stand_back() -> None:

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
+from kvmanager_service.core.block import KVCacheBlock
 from kvmanager_service.core.kv_groups import FullAttention, SlidingWindow
 from kvmanager_service.core.request import FinishReason, Request
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.step import CopyDirection, Step
+from kvmanager_service.core.step_plan import StepPlan
 from kvmanager_service.core.swap_policy import MAX_LOST_COPIES, PROBE_EVERY
+from kvmanager_service.core.swap_space import SwapSpace
 from tests.unit.core.builders import (
     block_ids,
     free_ids,
@@ -123,6 +126,58 @@ def test_schedule_more_wait_than_blocks_are_on_their_way_another_is_preempted() 
     assert [request.request_id for request in scheduler.waiting] == ["c", "d"]
     acknowledge(scheduler, step)
     assert rows_of(schedule(scheduler)) == {"a": (8, 1), "b": (8, 1)}
+
+
+def test_plan_blocks_waited_for_are_those_of_who_still_waits() -> None:
+    scheduler = make_swapping()
+    fill(scheduler, {"a": 3, "b": 3})
+    a, b = scheduler.requests.values()
+    plan = StepPlan(9, None, scheduler.kv, scheduler.config)
+    plan.wait(a, 2)
+    plan.wait(b, 1)
+    assert plan.num_awaited == 3
+    plan.drop(a)
+    assert plan.num_awaited == 1
+    plan.drop(a)
+    plan.wait(b, 4)
+    assert plan.num_awaited == 4
+
+
+@pytest.mark.patches_core
+def test_schedule_many_wait_what_is_on_its_way_is_not_counted_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 rows want a block, none is free, and all that leave share a prefix."""
+    num_hashed = num_counts = 0
+    count_coming_free = SwapSpace._count_coming_free
+
+    def counted(self: SwapSpace) -> int:
+        nonlocal num_counts
+        num_counts += 1
+        return count_coming_free(self)
+
+    def hashed(self: KVCacheBlock) -> int:
+        nonlocal num_hashed
+        num_hashed += 1
+        return object.__hash__(self)
+
+    scheduler = make_swapping(num_blocks=1 + 5 + 64 * 3, num_host_blocks=1000)
+    prompt = list(range(20))
+    scheduler.add_request(make_new("first", [*prompt, *range(100, 112)], max_tokens=30))
+    run_step(scheduler)
+    for index in range(1, 64):
+        scheduler.add_request(make_new(f"r{index}", [*prompt, *range(200 * index, 200 * index + 11)], max_tokens=30))
+    run_step(scheduler)
+    run_step(scheduler)
+    assert scheduler.kv.pool.num_free_blocks < 5
+    monkeypatch.setattr(SwapSpace, "_count_coming_free", counted)
+    monkeypatch.setattr(KVCacheBlock, "__hash__", hashed)
+    step = scheduler.schedule()
+    monkeypatch.undo()
+    assert step is not None
+    scheduler.check_integrity()
+    assert scheduler.stats.preemptions > 10
+    assert len(step.copies) == 8 * scheduler.stats.preemptions
+    assert num_counts <= 1
+    assert num_hashed <= 4 * len(step.copies)
 
 
 def test_schedule_row_that_needs_no_block_goes_with_the_copies() -> None:
