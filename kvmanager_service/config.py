@@ -85,7 +85,10 @@ class ManagerConfig(BaseSettings):
         256, ge=1, le=MAX_INT32, description="Most requests running at once; at most max_num_batched_tokens."
     )
     max_waiting: int = Field(
-        1000, ge=1, le=MAX_INT32, description="Most requests that may wait; a further one gets RESOURCE_EXHAUSTED."
+        1000,
+        ge=1,
+        le=MAX_INT32,
+        description="Most requests that may wait, each output counted; a further one gets RESOURCE_EXHAUSTED.",
     )
     long_prefill_token_threshold: int = Field(
         0, ge=0, le=MAX_INT32, description="Most prompt tokens of one request computed in one step; 0 means no limit."

@@ -38,6 +38,15 @@ def require_forkable(parent: Request, child: Request, num_tokens: int, block_siz
         raise ValueError(f"expected to fork 1 to {known} computed tokens of {parent!r}, got {num_tokens}")
     if child.num_computed_tokens or child.blocks or child.tables:
         raise ValueError(f"expected a request without blocks to fork to, got {child!r}")
+    require_common(parent, child, num_tokens, block_size)
+
+
+def require_common(parent: Request, child: Request, num_tokens: int, block_size: int) -> None:
+    """Raise ValueError unless the child's first num_tokens tokens, and what else decides their K/V, are the parent's.
+
+    Both know so many tokens; whether they are computed, and where either stands, is of no concern. Otherwise as
+    `require_forkable`.
+    """
     if child.tokens(0, num_tokens) != parent.tokens(0, num_tokens):
         raise ValueError(f"expected {child!r} to begin with the {num_tokens} tokens of {parent!r}, got others")
     num_keys = 1 if parent.spans is child.spans else -(-num_tokens // block_size)

@@ -58,30 +58,36 @@ class RequestBook:
         self._num_reserved = 0
         self._max_num_seqs = config.max_num_seqs
         self._max_waiting = config.max_waiting
-        self._num_requeued = 0
+        self._num_new = 0
         self._outputs: list[RequestOutput] = []
         self._next_arrival_seq = 0
 
-    def check_queue(self) -> None:
-        """Raise QueueFullError when max_waiting requests wait, followers too; who was preempted does not count."""
-        num_waiting = len(self.waiting) + self.num_followers
-        if num_waiting - self._num_requeued >= self._max_waiting:
+    def check_queue(self, num_sequences: int = 1) -> None:
+        """Raise QueueFullError unless so many more sequences may wait.
+
+        At most max_waiting do that never ran. Who was preempted does not count; followers count as their leader does,
+        and not once that runs, for then it is places to run that are kept for them.
+        """
+        if self._num_new + num_sequences > self._max_waiting:
             raise QueueFullError(
                 "QUEUE_FULL",
-                f"expected fewer than {self._max_waiting} waiting requests, got {num_waiting}; back off and try again",
+                f"expected at most {self._max_waiting} waiting requests, got {self._num_new} and {num_sequences} more; "
+                "back off and try again",
                 max_waiting=self._max_waiting,
             )
 
     def new_request(self, new: NewRequest) -> Request:
         """Make a request that may be added. Raises DuplicateRequestError, QueueFullError, InvalidRequestError."""
         self._check_ids(new)
-        if len(new.branches) >= self._max_num_seqs:
-            raise InvalidRequestError(
-                "INVALID_PARAMETER",
-                f"n: expected at most max_num_seqs ({self._max_num_seqs}), got {len(new.branches) + 1}; ask for fewer",
-                field="n",
-            )
-        self.check_queue()
+        num_sequences = 1 + len(new.branches)
+        for name, most in (("max_num_seqs", self._max_num_seqs), ("max_waiting", self._max_waiting)):
+            if num_sequences > most:
+                raise InvalidRequestError(
+                    "INVALID_PARAMETER",
+                    f"n: expected at most {name} ({most}), got {num_sequences}; ask for fewer",
+                    field="n",
+                )
+        self.check_queue(num_sequences)
         request = Request(new, self._next_arrival_seq)
         check_extra_keys(new.lora, new.spans, request.num_prompt_tokens)
         check_ranges(new.retention, request.num_prompt_tokens)
@@ -109,6 +115,7 @@ class RequestBook:
         """A request made by `new_request` waits, and its followers with it."""
         members = [request, *request.followers]
         self._next_arrival_seq += len(members)
+        self._num_new += len(members)
         for member in members:
             self.requests[member.request_id] = member
         if request.followers:
@@ -152,14 +159,22 @@ class RequestBook:
         follower.leader = None
         self.num_followers -= 1
         self._num_reserved -= leader.status is RequestStatus.RUNNING
+        self._num_new -= leader.status is RequestStatus.WAITING
 
     def start(self, request: Request) -> None:
         """A waiting request runs."""
         self.waiting.remove(request)
         self._num_reserved += len(request.followers)
-        self._num_requeued -= request.status is RequestStatus.PREEMPTED
+        if request.status is RequestStatus.WAITING:
+            self._num_new -= 1 + len(request.followers)
         request.status = RequestStatus.RUNNING
         self.running[request.request_id] = request
+
+    def admitted(self, request: Request) -> None:
+        """A request runs for the first time; its table holds what was there of it."""
+        request.was_admitted = True
+        self.waiting.charge_input(request)
+        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
 
     def preempt(self, request: Request) -> None:
         """A running request waits again, in a new incarnation; what is being sampled for it is not for it any more."""
@@ -171,7 +186,6 @@ class RequestBook:
         self._num_reserved -= len(request.followers)
         del self.running[request.request_id]
         self.waiting.requeue(request)
-        self._num_requeued += 1
 
     def end(self, request: Request, reason: FinishReason, output: RequestOutput) -> None:
         """A request without followers has ended, and `output` is the last of it."""
@@ -188,7 +202,7 @@ class RequestBook:
         elif request.leader is not None:
             self._part(request)
         else:
-            self._num_requeued -= request.status is RequestStatus.PREEMPTED
+            self._num_new -= request.status is RequestStatus.WAITING
             self.waiting.remove(request)
         self.waiting.ended(request)
         request.status = RequestStatus.FINISHED
@@ -234,7 +248,8 @@ class RequestBook:
             assert not follower.blocks, f"{follower!r} is not forked yet and holds blocks"
         listed = {request_id: member for family in self.families.values() for request_id, member in family.items()}
         assert listed == {request_id: one for request_id, one in self.requests.items() if one.family_id}
-        assert self._num_requeued == sum(request.status is RequestStatus.PREEMPTED for request in waiting)
+        never_ran = [request for request in waiting if request.status is RequestStatus.WAITING]
+        assert self._num_new == sum(1 + len(request.followers) for request in never_ran), "a new one is miscounted"
         for request in waiting:
             assert not request.blocks, f"{request!r} waits and holds blocks"
         for request in self.running.values():

@@ -1,15 +1,12 @@
 """Who computes what in the next step, and what follows from a step's result.
 
-Station: called by `StepLoop` (live), by the simulation and by replay. It decides; `KVCacheManager` keeps the blocks,
-`RequestBook` where requests stand, `StepPlan` the step in the making, `TagOutbox` what the executor is to be told of
-blocks, `Suspects` who may be what breaks it, `SwapSpace` what the executor's host memory holds of whom.
+Station: called by `StepLoop` (live), by the simulation and by replay. It decides; `RequestBook` keeps where requests
+stand, `Residency` what of them is on the device and on the host, `StepPlan` the step in the making, `Suspects` who may
+be what breaks the executor. `branches` is about requests that go on from another's tokens.
 
     add_request ─▶ waiting ─schedule: admit▶ running ─update: token▶ … ─update: stop▶ finished
                       ▲                         │
                       └──── preempt ◀───────────┘
-
-A request with branches runs as one sequence, its leader, until the row that samples its first token samples once for
-each: there the others, its followers, are forked from it. They wait in no queue; places to run are kept for them.
 
 A request has no phases beyond that: it has tokens, known or being sampled, and it has computed some of them. A step
 computes the next ones. Prefill, chunked prefill, decode and recomputation are all this one thing.
@@ -24,10 +21,10 @@ from array import array
 from collections import deque
 from typing import Final
 
+from kvmanager_service.core import branches
 from kvmanager_service.core.errors import BadResultError, CoreError, InvalidRequestError, PoolInUseError
+from kvmanager_service.core.forks import require_common
 from kvmanager_service.core.kv_cache_coordinator import KVCache
-from kvmanager_service.core.kv_cache_manager import KVCacheManager
-from kvmanager_service.core.pinned_prefixes import PinnedPrefixes
 from kvmanager_service.core.pool_limit import has_outgrown, outgrown_error, require_fit
 from kvmanager_service.core.request import (
     TOKEN_BYTES,
@@ -38,13 +35,12 @@ from kvmanager_service.core.request import (
     RequestStatus,
 )
 from kvmanager_service.core.request_book import RequestBook
-from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig
+from kvmanager_service.core.residency import Residency
+from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import Branch, ScheduledRow, SchedulerStats, Step, StepResult, check_result
 from kvmanager_service.core.step_plan import StepPlan
 from kvmanager_service.core.suspects import Suspects
-from kvmanager_service.core.swap_policy import SwapPolicy
 from kvmanager_service.core.swap_space import SwapSpace
-from kvmanager_service.core.tag_outbox import TagOutbox
 
 _FINISHED: Final = RequestStatus.FINISHED
 _RUNNING: Final = RequestStatus.RUNNING
@@ -63,7 +59,9 @@ class Scheduler:
         ValueError: config.preemption_mode is not for a cache of several KV groups.
 
     Attributes:
-        swap_space: what is in host memory; None where nothing can be.
+        kv: the block tables.
+        pins: what stays in the cache.
+        outstanding: the steps without a result, oldest first.
 
     Invariants:
         Outputs are taken by `take_outputs`, each once. Whenever something can run and fewer than max_outstanding steps
@@ -72,30 +70,22 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, kv: KVCache, num_host_blocks: int = 0) -> None:
         self.config = config
-        self.kv = kv
         self.stats = SchedulerStats()
         self.book = RequestBook(config)
         self.requests = self.book.requests
         self.waiting = self.book.waiting
         self.running = self.book.running
         self.outstanding: deque[Step] = deque()
-        self.pins = PinnedPrefixes(config.max_pinned_fraction)
-        self.pins.attach(kv)
+        self.residency = Residency(config, kv, num_host_blocks, self.stats)
+        self.kv = self.residency.kv
+        self.pins = self.residency.pins
         self._suspects = Suspects()
-        self._tags = TagOutbox(kv.pool)
-        self._swap_policy = None if config.preemption_mode == RECOMPUTE else SwapPolicy(config.preemption_mode)
-        self.swap_space = self._make_swap_space(num_host_blocks)
         self._next_step_id = 1
 
-    def _make_swap_space(self, num_host_blocks: int) -> SwapSpace | None:
-        if self._swap_policy is None:
-            return None
-        if isinstance(self.kv, KVCacheManager):
-            return SwapSpace(self.kv, num_host_blocks, self._swap_policy, self.stats) if num_host_blocks else None
-        raise ValueError(
-            f"preemption_mode: expected {RECOMPUTE} for a cache of several KV groups, or one that is not full "
-            f"attention, got {self.config.preemption_mode}"
-        )
+    @property
+    def swap_space(self) -> SwapSpace | None:
+        """What is in host memory; None where nothing can be."""
+        return self.residency.swap_space
 
     # --- requests come and go -------------------------------------------------------------------------------------
 
@@ -106,7 +96,7 @@ class Scheduler:
             DuplicateRequestError: the id is waiting or running.
             QueueFullError: max_waiting requests wait.
             InvalidRequestError: the known sequence and one more token can never fit the pool, there are more branches
-                than may run together, or what is said of an adapter or of spans of the prompt cannot be.
+                than may run or wait together, or what is said of an adapter or of spans of the prompt cannot be.
         """
         request = self.book.new_request(new)
         require_fit(self.kv, request)
@@ -132,29 +122,19 @@ class Scheduler:
         parent = self.book.known(parent_id)
         request = self.book.new_request(new)
         require_fit(self.kv, request)
-        num_shared = min(self._acknowledged(parent), request.num_tokens - 1)
+        num_shared = min(branches.num_acknowledged(parent, self.outstanding), request.num_tokens - 1)
         shares = num_shared > 0 and self.book.has_room(request)
-        if shares:
-            try:
+        try:
+            require_common(parent, request, min(parent.num_tokens, request.num_tokens) - 1, self.kv.block_size)
+            if shares:
                 self.kv.fork(parent, request, num_shared)
-            except ValueError as error:
-                raise InvalidRequestError("NOT_A_FORK", str(error), parent_id=parent_id) from error
+        except ValueError as error:
+            raise InvalidRequestError("NOT_A_FORK", str(error), parent_id=parent_id) from error
         self.book.add(request)
         if shares:
             self.book.start(request)
-            self._admitted(request)
+            self.book.admitted(request)
         return request
-
-    def _acknowledged(self, request: Request) -> int:
-        """How many of a request's tokens are known to be computed."""
-        for step in self.outstanding:
-            for row in step.rows:
-                if row.request is request and row.incarnation == request.incarnation:
-                    return row.start
-            for branch in step.branches:
-                if branch.request is request and branch.incarnation == request.incarnation:
-                    return branch.row.start
-        return request.num_computed_tokens
 
     def abort(self, request_id: str) -> None:
         """End a request with all its branches, or one branch, wherever it stands; its blocks are free on return.
@@ -212,11 +192,11 @@ class Scheduler:
             # Whoever was preempted would be the first to come back; it may if nothing else brings about another call.
             if not is_short or not (plan.rows or plan.copies or self.outstanding):
                 self._plan_waiting(plan)
-        if not (plan.rows or plan.copies) and (self.has_work or not self._tags):
+        if not (plan.rows or plan.copies) and (self.has_work or not self.residency.tags):
             return None
         if self.book.num_followers:
-            self._fork_followers(plan)
-        step = plan.make_step(self._tags.take())
+            branches.fork_followers(plan, self.kv, self.book)
+        step = plan.make_step(self.residency.tags.take())
         self._next_step_id += 1
         self.outstanding.append(step)
         return step
@@ -225,7 +205,7 @@ class Scheduler:
         """Let a suspect compute alone, no step before or behind, so that a failure is nobody else's.
 
         Returns:
-            False while too few blocks are free for it.
+            False while too few blocks are free for it, though pins stand back where nobody runs.
         """
         request = self._suspects.first()
         if request.status is not _RUNNING:
@@ -248,14 +228,17 @@ class Scheduler:
             if num_tokens == 0:
                 continue
             while not self.kv.allocate_slots(request, request.num_computed_tokens + num_tokens):
-                if self._awaits_host(request, request.num_computed_tokens + num_tokens, plan):
+                is_alone = len(self.running) == 1
+                if self.residency.awaits_host(
+                    request, request.num_computed_tokens + num_tokens, plan, is_alone=is_alone
+                ):
                     is_short = True
                     break
-                if len(self.running) == 1:
+                if is_alone:
                     # Pins hold what it lacks, or it needs more than the whole pool. If a token of it is on its
                     # way, that may end it.
                     if not request.num_pending_tokens:
-                        if self.pins.make_room(request, request.num_computed_tokens + num_tokens):
+                        if self.residency.make_room(request, request.num_computed_tokens + num_tokens):
                             continue
                         self._fail_outgrown(request)
                     break
@@ -281,50 +264,32 @@ class Scheduler:
                 break
             if has_outgrown(self.kv, request):
                 self._fail_outgrown(request)
-            elif self._admit(request, watermark_blocks + len(request.followers) if self.running else 0, plan) or (
-                not self.running
-                and not self._pins_await_host()
-                and self.pins.make_room(request, request.num_tokens)
-                and self._admit(request, 0, plan)
-            ):
+            elif self._admit(request, watermark_blocks + len(request.followers), plan):
                 plan.claim(plan.add(request, plan.chunk(request)))
             else:
                 break
 
     def _admit(self, request: Request, reserve: int, plan: StepPlan) -> bool:
-        """Let a waiting request run if its blocks leave `reserve` blocks free."""
-        if self.swap_space is not None and self.swap_space.is_leaving(request):
-            return False
-        if not self.kv.allocate_sequence(request, reserve):
+        """Let a waiting request run if its blocks leave `reserve` blocks free.
+
+        Where nobody runs, nobody else needs them: then none are left free, and pins stand back.
+        """
+        residency = self.residency
+        if self.running:
+            is_admitted = residency.admit(request, reserve, plan)
+        else:
+            is_admitted = residency.admit(request, 0, plan) or (
+                residency.make_room(request, request.num_tokens) and residency.admit(request, 0, plan)
+            )
+        if not is_admitted:
             return False
         self.book.start(request)
-        if self.swap_space is not None:
-            self.swap_space.bring_back(request, plan)
         if not request.was_admitted:
-            self._admitted(request)
+            self.book.admitted(request)
             if self.kv.enable_caching:
                 self.stats.prefix_queries += request.num_prompt_tokens
                 self.stats.prefix_hits += request.num_cached_tokens
         return True
-
-    def _admitted(self, request: Request) -> None:
-        """A request runs for the first time; its table holds what was there of it."""
-        request.was_admitted = True
-        self.waiting.charge_input(request)
-        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-
-    def _fork_followers(self, plan: StepPlan) -> None:
-        """The rows that sample their request's first token do so for its followers, too: these run from here."""
-        for row in plan.rows:
-            leader = row.request
-            if not leader.followers or not plan.samples(row):
-                continue
-            for follower in list(leader.followers):
-                self.kv.fork(leader, follower, row.stop)
-                self.book.fork(follower)
-                plan.branch(row, follower)
-                self._admitted(follower)
-                follower.num_cached_tokens = leader.num_cached_tokens
 
     # --- blocks run short -----------------------------------------------------------------------------------------
 
@@ -333,26 +298,12 @@ class Scheduler:
         victims = self.waiting.victims(list(self.running.values()))
         return next(victim for victim in victims if victim is request or self.kv.frees_a_block(victim))
 
-    def _awaits_host(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
-        """Whether a running request finds too few blocks while some are on their way to the host that may suffice."""
-        if self.swap_space is None:
-            return False
-        return self.swap_space.will_have_room(request, num_tokens, plan) or (
-            len(self.running) == 1 and self._pins_await_host()
-        )
-
-    def _pins_await_host(self) -> bool:
-        """Whether pins could stand back, but need not before it is known what comes free on its way to the host."""
-        return self.pins.num_held_blocks > 0 and self.swap_space is not None and self.swap_space.has_leaving
-
     def _fail_outgrown(self, request: Request) -> None:
         self._finish(request, FinishReason.ERROR, error=outgrown_error(self.kv, request))
 
     def _preempt(self, request: Request, plan: StepPlan | None = None) -> None:
         """Take a running request's blocks; it recomputes what neither the prefix cache nor the host gives back."""
-        if self.swap_space is not None:
-            self.swap_space.leave(request, plan)
-        self.kv.free(request)
+        self.residency.leave(request, plan)
         self.book.preempt(request)
 
     # --- a step comes back ----------------------------------------------------------------------------------------
@@ -370,10 +321,7 @@ class Scheduler:
         self.outstanding.popleft()
         for index in result.errors:
             self._distrust(step.rows[index], step)
-        if self.swap_space is not None:
-            self.swap_space.acknowledged(step, result)
-        self._tags.committed(self.kv.pool.commit_step(step.step_id))
-        self.pins.hold()
+        self.residency.acknowledged(step, result)
         self.stats.steps += 1
         self.stats.tokens_computed += step.num_tokens
         token_bytes = array("i", result.sampled).tobytes()
@@ -394,13 +342,13 @@ class Scheduler:
                     self.waiting.charge_token(request)
                 self._append(request, token_bytes[sample * TOKEN_BYTES : (sample + 1) * TOKEN_BYTES], sample, result)
         for branch in step.branches:
-            if _is_current(branch.request, branch.incarnation):
-                self._take_branch(branch, step, result)
+            if branches.is_current(branch.request, branch.incarnation):
+                self._take_branch(branch, result)
 
-    def _take_branch(self, branch: Branch, step: Step, result: StepResult) -> None:
+    def _take_branch(self, branch: Branch, result: StepResult) -> None:
         """What a row has sampled for a branch, or how it failed, is the branch's."""
         request, sample = branch.request, branch.sample_index
-        error = result.errors.get(step.rows.index(branch.row)) if result.errors else None
+        error = result.errors.get(branch.row_index)
         if error is not None:
             self._finish(request, FinishReason.ERROR, error=error)
             return
@@ -414,29 +362,11 @@ class Scheduler:
         That may be the request itself, when it was preempted and admitted again since. Branches rely on the rows before
         them, though no block that they share need have content; those of the failed row itself end with it.
         """
-        failed = [row.request] if _is_current(row.request, row.incarnation) else []
-        failed += [branch.request for branch in row.branches or () if _is_current(branch.request, branch.incarnation)]
-        forked = [
-            branch.request
-            for later in self.outstanding
-            for branch in later.branches
-            if branch.row.request is row.request
-            and branch.row.incarnation == row.incarnation
-            and _is_current(branch.request, branch.incarnation)
-        ]
-        root = row.request.contents[0] if row.request in failed and row.request.contents else None
-        distrusted = self.kv.distrust(row.request, step.step_id, with_table=row.request in failed)
-        for request in failed + forked:
-            if request is not row.request:
-                distrusted |= self.kv.distrust(request, step.step_id, with_table=True)
-        self._tags.forgotten(distrusted)
-        if self.swap_space is not None:
-            self.swap_space.distrust(row.request, root, distrusted)
-        self.pins.distrusted()
+        failed, forked = branches.sampled_for(row), branches.forked_from(row, self.outstanding)
+        distrusted = self.residency.distrust(row, step.step_id, failed, forked)
         for other in reversed(list(self.running.values())):
             if other not in failed and (other in forked or self.kv.relies_on(other, distrusted)):
-                self._preempt(other)
-                self.stats.reschedules += 1
+                self._reschedule(other)
 
     def _append(self, request: Request, token: bytes, sample: int, result: StepResult) -> None:
         """A token of a request became known; it may be its last."""
@@ -469,37 +399,23 @@ class Scheduler:
         lost = list(self.outstanding)
         self.outstanding.clear()
         self.stats.steps_failed += len(lost)
-        self._tags.lost(lost)
-        self.kv.pool.forget_provisional()
-        if self.swap_space is not None:
-            self.swap_space.lose(lost)
+        self.residency.lose(lost)
         for request in reversed(list(self.running.values())):
-            self._preempt(request)
-            self.stats.reschedules += 1
+            self._reschedule(request)
         for request, error in self._suspects.blame(lost[0].rows if lost and blame else []):
-            for twin in self._twins(request) if request.status is not _FINISHED else ():
+            for twin in branches.twins(request, self.book) if request.status is not _FINISHED else ():
                 self._finish(twin, FinishReason.ERROR, error=error)
 
-    def _twins(self, request: Request) -> list[Request]:
-        """A request, and its branches that have come exactly as far: what breaks one of them breaks all.
-
-        Followers are not among them: they end with their leader.
-        """
-        family = self.book.families.get(request.family_id, {request.request_id: request})
-        return [
-            member
-            for member in family.values()
-            if member.leader is None and (member is request or member.token_bytes == request.token_bytes)
-        ]
+    def _reschedule(self, request: Request) -> None:
+        """What a running request has computed is in doubt, or lost: it waits, to be scheduled anew."""
+        self._preempt(request)
+        self.stats.reschedules += 1
 
     def replace_cache(self, kv: KVCache, num_host_blocks: int = 0) -> None:
         """The executor's cache is gone or another one: schedule everything anew on `kv`, end what can never fit it."""
         self.lose_steps()
-        self.stats.blocks_evicted += self.kv.pool.num_evictions
+        self.residency.replace(kv, num_host_blocks)
         self.kv = kv
-        self._tags = TagOutbox(kv.pool)
-        self.swap_space = self._make_swap_space(num_host_blocks)
-        self.pins.attach(kv)
         for request in list(self.requests.values()):
             request.block_hashes = []
             request.contents = []
@@ -518,12 +434,7 @@ class Scheduler:
                 f"expected no running request, got {len(self.running)}; wait for them to finish or abort them",
                 requests_running=len(self.running),
             )
-        if self.swap_space is not None:
-            self.swap_space.forget_all()
-        self.pins.forget()
-        forgotten = self.kv.pool.reset_prefix_cache()
-        self._tags.forgotten(forgotten)
-        return len(forgotten)
+        return self.residency.reset()
 
     # --- the end of a request -------------------------------------------------------------------------------------
 
@@ -535,9 +446,7 @@ class Scheduler:
 
     def _end(self, request: Request, reason: FinishReason, output: RequestOutput) -> None:
         request.last_block_id_bytes = bytes(request.block_id_bytes)
-        self.kv.free(request)
-        if self.swap_space is not None:
-            self.swap_space.forget(request)
+        self.residency.end(request)
         request.drop_tokens()
         self._suspects.forget(request)
         self.book.end(request, reason, output)
@@ -546,11 +455,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Check every invariant of scheduler and pool. Raises AssertionError."""
-        detached = self.pins.tables()
-        if self.swap_space is not None:
-            detached += self.swap_space.tables()
-            self.swap_space.check_integrity([step.step_id for step in self.outstanding])
-        self.kv.check_integrity(self.running.values(), detached)
+        assert self.kv is self.residency.kv
+        self.residency.check_integrity(self.running.values(), self.outstanding)
         self.book.check_integrity()
         for request in self.running.values():
             assert request.num_computed_tokens <= request.num_tokens + request.num_pending_tokens, f"{request!r}"
@@ -564,8 +470,3 @@ class Scheduler:
                 for branch in step.branches
             )
             assert pending == request.num_pending_tokens, f"{request!r} has {pending} samples outstanding"
-
-
-def _is_current(request: Request, incarnation: int) -> bool:
-    """Whether a request still lives the life in which it was scheduled."""
-    return request.status is _RUNNING and request.incarnation == incarnation

@@ -58,15 +58,17 @@ class Branch:
 
     Attributes:
         row: the row.
+        row_index: its index in the step.
         request: whose table begins as the row's.
         incarnation: the request's at the time of scheduling.
         sample_index: index into the step's samples.
     """
 
-    __slots__ = ("incarnation", "request", "row", "sample_index")
+    __slots__ = ("incarnation", "request", "row", "row_index", "sample_index")
 
-    def __init__(self, row: ScheduledRow, request: Request) -> None:
+    def __init__(self, row: ScheduledRow, row_index: int, request: Request) -> None:
         self.row = row
+        self.row_index = row_index
         self.request = request
         self.incarnation = request.incarnation
         self.sample_index = -1

@@ -85,11 +85,15 @@ class StepPlan:
         """Whether a claimed row computes all tokens of its request, so that the next one is sampled after it."""
         return row.stop == row.request.num_tokens + row.request.num_pending_tokens
 
-    def branch(self, row: ScheduledRow, request: Request) -> None:
-        """Let a row that samples do so for another request, too, whose tokens and table are the row's."""
+    def branch(self, row_index: int, request: Request) -> None:
+        """Let a row that samples do so for another request, too, whose tokens and table are the row's.
+
+        All rows are claimed by now: none is dropped that would change the others' places.
+        """
+        row = self.rows[row_index]
         if row.branches is None:
             row.branches = []
-        row.branches.append(Branch(row, request))
+        row.branches.append(Branch(row, row_index, request))
         request.last_step_id = self.step_id
 
     def make_step(self, tags: list[Tag]) -> Step:

@@ -281,7 +281,7 @@ class Chaos:
 
     def _draw_branches(self, request_id: str) -> tuple[tuple[str, int], ...]:
         """Ids and seeds of the sequences beside the first."""
-        most = min(4, self.world.config.max_num_seqs)
+        most = min(4, self.world.config.max_num_seqs, self.world.config.max_waiting)
         if most < 2 or self.branching.random() >= self.branch_rate:
             return ()
         count = self.branching.randint(1, most - 1)

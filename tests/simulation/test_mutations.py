@@ -392,7 +392,7 @@ def host_memory_outlives_its_executor(patch: pytest.MonkeyPatch) -> None:
         original(self, kv, num_host_blocks)
         if before is not None and before.num_host_blocks == num_host_blocks and kv.block_size == before._kv.block_size:
             before._kv = kv
-            self.swap_space = before
+            self.residency.swap_space = before
 
     patch.setattr(Scheduler, "replace_cache", replace_cache)
 

@@ -13,6 +13,7 @@ from kvmanager_service.core.errors import (
     RowFailedError,
     UnknownRequestError,
 )
+from kvmanager_service.core.extra_keys import KeyDomain, LoraAdapter, PromptSpan
 from kvmanager_service.core.fair_queue import FairWeights
 from kvmanager_service.core.request import FinishReason, NewRequest, RequestStatus
 from kvmanager_service.core.scheduler import Scheduler
@@ -181,9 +182,68 @@ def test_more_sequences_than_may_run_are_refused() -> None:
 def test_branches_count_as_waiting() -> None:
     scheduler = make_scheduler(make_kv(num_blocks=30), max_waiting=3)
     scheduler.add_request(with_branches(make_new("a"), 2))
-    with pytest.raises(QueueFullError, match="fewer than 3 waiting requests, got 3"):
+    with pytest.raises(QueueFullError, match="at most 3 waiting requests, got 3 and 1 more"):
         scheduler.add_request(make_new("b"))
     run_step(scheduler)
+    scheduler.add_request(make_new("b"))
+
+
+def test_a_request_is_refused_unless_all_its_branches_may_wait_and_changes_nothing() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=30), max_waiting=4)
+    scheduler.add_request(make_new("a"))
+    scheduler.add_request(make_new("b"))
+    before = state_of(scheduler)
+    with pytest.raises(QueueFullError, match="at most 4 waiting requests, got 2 and 3 more"):
+        scheduler.add_request(with_branches(make_new("c"), 2))
+    assert state_of(scheduler) == before
+    scheduler.add_request(with_branches(make_new("c"), 1))
+    scheduler.check_integrity()
+
+
+def test_more_sequences_than_may_ever_wait_are_refused_for_good() -> None:
+    scheduler = make_scheduler(max_waiting=2)
+    with pytest.raises(InvalidRequestError, match=r"n: expected at most max_waiting \(2\), got 3"):
+        scheduler.add_request(with_branches(make_new("a"), 2))
+    assert not scheduler.has_work
+    scheduler.add_request(with_branches(make_new("a"), 1))
+
+
+def chunked(**limits: int) -> Scheduler:
+    """A scheduler that may keep three waiting; its request `a` of three sequences has computed 4 of 6 tokens."""
+    scheduler = make_scheduler(make_kv(num_blocks=30), max_num_batched_tokens=4, max_waiting=3, **limits)
+    scheduler.add_request(with_branches(make_new("a", 6), 2))
+    run_step(scheduler)
+    assert list(scheduler.running) == ["a"]
+    assert scheduler.book.num_followers == 2
+    return scheduler
+
+
+def fill_queue(scheduler: Scheduler) -> None:
+    """Three requests more may wait, and no fourth."""
+    scheduler.add_request(make_new("b"))
+    scheduler.add_request(with_branches(make_new("c"), 1))
+    with pytest.raises(QueueFullError, match="at most 3 waiting requests, got 3 and 1 more"):
+        scheduler.add_request(make_new("d"))
+    scheduler.check_integrity()
+
+
+def test_followers_of_a_leader_that_runs_do_not_wait() -> None:
+    fill_queue(chunked())
+
+
+def test_followers_of_a_preempted_leader_do_not_count_as_their_leader_does_not() -> None:
+    scheduler = chunked()
+    scheduler.lose_steps()
+    assert scheduler.requests["a"].status is RequestStatus.PREEMPTED
+    fill_queue(scheduler)
+
+
+@pytest.mark.parametrize("ended", ["a", "a#1"])
+def test_ended_followers_leave_the_queue(ended: str) -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=30), max_waiting=3)
+    scheduler.add_request(with_branches(make_new("a", 6), 2))
+    scheduler.abort(ended)
+    scheduler.check_integrity()
     scheduler.add_request(make_new("b"))
 
 
@@ -264,6 +324,29 @@ def test_failed_row_ends_every_branch_it_sampled_for() -> None:
     scheduler.update(make_result(second))
     assert scheduler.kv.pool.num_cached_blocks == 0
     assert scheduler.kv.pool.num_free_blocks == 19
+
+
+def test_each_branch_ends_with_the_error_of_the_row_that_was_to_sample_for_it() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=30))
+    for request_id in "abc":
+        scheduler.add_request(with_branches(make_new(request_id, 5), 1))
+    step = scheduler.schedule()
+    assert step is not None
+    assert [(branch.request.request_id, branch.row_index) for branch in step.branches] == [
+        ("a#1", 0),
+        ("b#1", 1),
+        ("c#1", 2),
+    ]
+    scheduler.update(make_result(step, [1, 2, -1, -1, 3, 4], failed=[1]))
+    scheduler.check_integrity()
+    outputs = outputs_of(scheduler)
+    assert {request_id: output.token_ids for request_id, output in outputs.items() if output.error is None} == {
+        "a": [1],
+        "a#1": [2],
+        "c": [3],
+        "c#1": [4],
+    }
+    assert {request_id for request_id, output in outputs.items() if output.error is not None} == {"b", "b#1"}
 
 
 def test_failed_chunk_reschedules_branches_that_a_later_step_has_forked() -> None:
@@ -412,6 +495,43 @@ def test_fork_without_a_place_waits() -> None:
     assert child.status is RequestStatus.WAITING
     scheduler.abort("a")
     assert rows_of(run_step(scheduler)) == {"b": (4, 3)}
+
+
+@pytest.mark.parametrize("place", ["none", "parent waits", "parent preempted", "follower"])
+def test_fork_that_waits_has_the_parents_tokens_and_keys_or_is_refused(place: str) -> None:
+    """Nothing is shared at once, and still the child is what it says it is."""
+    scheduler = make_scheduler(make_kv(num_blocks=20), max_num_seqs=2 if place == "follower" else 1)
+    scheduler.add_request(with_branches(make_new("a", range(6)), int(place == "follower")))
+    parent = "a"
+    if place in ("none", "parent preempted"):
+        run_step(scheduler)
+    if place == "parent preempted":
+        scheduler.lose_steps()
+    if place == "follower":
+        parent = "a#1"
+    before = state_of(scheduler)
+    for new in (
+        make_new("b", [9, 9, 9, 9, 9, 9]),
+        make_new("b", [*range(4), 9, 9]),
+        make_new("b", range(6), salt="s"),
+        make_new("b", range(6), tenant="t", is_isolated=True),
+        make_new("b", range(6), lora=LoraAdapter("l")),
+        make_new("b", range(6), spans=[PromptSpan(KeyDomain.MULTIMODAL_ITEM, bytes(16), 1, 2)]),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            scheduler.fork(parent, new)
+        assert caught.value.reason == "NOT_A_FORK"
+        assert state_of(scheduler) == before
+    assert scheduler.fork(parent, make_new("b", range(6))).status is RequestStatus.WAITING
+    scheduler.check_integrity()
+
+
+def test_fork_of_what_the_parent_knows_and_has_not_computed_is_checked_too() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=20), max_num_batched_tokens=4)
+    scheduler.add_request(make_new("a", range(10)))
+    run_step(scheduler)
+    with pytest.raises(InvalidRequestError, match="begin with the 8 tokens"):
+        scheduler.fork("a", make_new("b", [*range(4), 50, 51, 52, 53, 54]))
 
 
 def test_beam_search_computes_no_token_twice() -> None:

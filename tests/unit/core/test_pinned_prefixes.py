@@ -20,6 +20,7 @@ from kvmanager_service.core.pinned_prefixes import MAX_PINS, PinnedPrefix
 from kvmanager_service.core.request import FinishReason
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.step_plan import StepPlan
+from kvmanager_service.core.suspects import MAX_FAILED_STEPS
 from kvmanager_service.core.swap_space import SwapSpace
 from tests.unit.core.builders import (
     block_ids,
@@ -38,7 +39,7 @@ from tests.unit.core.builders import (
 SIZE = 4
 
 
-def make(num_blocks: int = 11, fraction: float = 0.5, **limits: float) -> Scheduler:
+def make(num_blocks: int = 11, fraction: float = 0.5, **limits: Any) -> Scheduler:
     return make_scheduler(make_kv(num_blocks, SIZE), max_pinned_fraction=fraction, **limits)
 
 
@@ -306,6 +307,24 @@ def test_pins_keep_what_they_hold_when_a_request_can_never_fit() -> None:
     assert outputs is not None
     assert isinstance(outputs.error, PoolExhaustedError), "as it would without pins"
     assert outputs.num_cached_tokens == 0
+    scheduler.check_integrity()
+
+
+def test_pins_stand_back_for_a_suspect_before_others_are_admitted_in_its_place() -> None:
+    scheduler = make(policy="priority")
+    scheduler.pins.pin(make_pin("system", SYSTEM))
+    scheduler.add_request(make_new("suspect", range(200, 233), priority=1))  # nine blocks
+    for _ in range(MAX_FAILED_STEPS - 1):
+        scheduler.schedule()
+        scheduler.lose_steps()
+    restarted = make()
+    run_all(restarted, "first", SYSTEM)
+    scheduler.replace_cache(restarted.kv)
+    assert held(scheduler, "system") == 2
+    for request_id in ("b", "c"):
+        scheduler.add_request(make_new(request_id, 2))
+    assert rows_of(scheduler.schedule()) == {"suspect": (0, 33)}
+    assert held(scheduler, "system") == 1
     scheduler.check_integrity()
 
 

@@ -70,7 +70,7 @@ def test_add_request_queue_full_refuses_and_changes_nothing() -> None:
     scheduler.add_request(make_new("a", 4))
     scheduler.add_request(make_new("b", 4))
     before = state_of(scheduler)
-    with pytest.raises(QueueFullError, match="fewer than 2 waiting"):
+    with pytest.raises(QueueFullError, match="at most 2 waiting requests, got 2 and 1 more"):
         scheduler.add_request(make_new("c", 4))
     assert state_of(scheduler) == before
     run_step(scheduler)

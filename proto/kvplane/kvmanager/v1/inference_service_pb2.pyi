@@ -66,11 +66,11 @@ class GenerateRequest(google.protobuf.message.Message):
     was cached. Only the manager's eviction policy "priority" asks for it.
     """
     n: builtins.int
-    """n is how many outputs to produce for the prompt, in [1, 128] and at most SchedulerSettings.max_num_seqs; 0 means 1,
-    and INVALID_ARGUMENT beyond. The prompt is computed once. Output i is what a request of its own would produce with
-    the seed (sampling.seed + i * 0x9E3779B97F4A7C15) mod 2^64, so that output 0 is that of n = 1. Each has its own
-    end; an error ends the request, and with it the others. Above 1, resume_token_ids must be absent: go on from an
-    output by a request of its own, with its seed.
+    """n is how many outputs to produce for the prompt, in [1, 128] and at most SchedulerSettings.max_num_seqs and
+    max_waiting; 0 means 1, and INVALID_ARGUMENT beyond. The prompt is computed once. Output i is what a request of its
+    own would produce with the seed (sampling.seed + i * 0x9E3779B97F4A7C15) mod 2^64, so that output 0 is that of
+    n = 1. Each has its own end; an error ends the request, and with it the others. Above 1, resume_token_ids must be
+    absent: go on from an output by a request of its own, with its seed.
     """
     @property
     def token_ids(self) -> Global___TokenIds:

@@ -418,7 +418,7 @@ class SchedulerSettings(google.protobuf.message.Message):
     max_num_seqs: builtins.int
     """max_num_seqs is the most requests running at once."""
     max_waiting: builtins.int
-    """max_waiting is the most requests that may wait."""
+    """max_waiting is the most requests that may wait before they run for the first time, each output counted."""
     long_prefill_token_threshold: builtins.int
     """long_prefill_token_threshold is the most prompt tokens of one request computed in one step. 0 means no limit."""
     enable_prefix_caching: builtins.bool

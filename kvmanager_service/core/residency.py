@@ -1,0 +1,183 @@
+"""What of requests is where: blocks on the device, copies on the host, pins, and what the executor is to be told of it.
+
+Station: owned by `Scheduler`, which says what happens to requests and steps. It keeps `KVCacheManager` (or
+`KVCacheCoordinator`), `SwapSpace`, `PinnedPrefixes` and `TagOutbox` of one mind, and stays when a cache is replaced. It
+knows no queue: whom to admit, to preempt or to schedule anew, the scheduler decides.
+
+    admit ─▶ on the device ─leave▶ on the host, in the prefix cache or nowhere ─admit▶ …
+                   └──────── end ▶ in the prefix cache
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvmanager_service.core.block import KVCacheBlock
+from kvmanager_service.core.kv_cache_coordinator import KVCache
+from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.pinned_prefixes import PinnedPrefixes
+from kvmanager_service.core.request import Request
+from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig
+from kvmanager_service.core.step import ScheduledRow, SchedulerStats, Step, StepResult
+from kvmanager_service.core.step_plan import StepPlan
+from kvmanager_service.core.swap_policy import SwapPolicy
+from kvmanager_service.core.swap_space import SwapSpace
+from kvmanager_service.core.tag_outbox import TagOutbox
+
+
+class Residency:
+    """The memory of one executor at a time.
+
+    Args:
+        config: the limits.
+        kv: the block tables.
+        num_host_blocks: blocks in the executor's host memory; without them preempted requests compute again.
+        stats: where is counted who was swapped, and what replaced pools have evicted.
+
+    Raises:
+        ValueError: config.preemption_mode is not for a cache of several KV groups.
+
+    Attributes:
+        kv: the block tables; what grows a running request's is asked of them.
+        pins: what stays in the cache.
+        swap_space: what is in host memory; None where nothing can be.
+        tags: what the next step takes along.
+    """
+
+    def __init__(self, config: SchedulerConfig, kv: KVCache, num_host_blocks: int, stats: SchedulerStats) -> None:
+        self.kv = kv
+        self.pins = PinnedPrefixes(config.max_pinned_fraction)
+        self.pins.attach(kv)
+        self.tags = TagOutbox(kv.pool)
+        self._preemption_mode = config.preemption_mode
+        self._swap_policy = None if config.preemption_mode == RECOMPUTE else SwapPolicy(config.preemption_mode)
+        self._stats = stats
+        self.swap_space = self._make_swap_space(num_host_blocks)
+
+    def _make_swap_space(self, num_host_blocks: int) -> SwapSpace | None:
+        if self._swap_policy is None:
+            return None
+        if isinstance(self.kv, KVCacheManager):
+            return SwapSpace(self.kv, num_host_blocks, self._swap_policy, self._stats) if num_host_blocks else None
+        raise ValueError(
+            f"preemption_mode: expected {RECOMPUTE} for a cache of several KV groups, or one that is not full "
+            f"attention, got {self._preemption_mode}"
+        )
+
+    def replace(self, kv: KVCache, num_host_blocks: int) -> None:
+        """The executor's memory is gone or another one; no request is on the device, no step is out."""
+        self._stats.blocks_evicted += self.kv.pool.num_evictions
+        self.kv = kv
+        self.tags = TagOutbox(kv.pool)
+        self.swap_space = self._make_swap_space(num_host_blocks)
+        self.pins.attach(kv)
+
+    # --- requests come and go -------------------------------------------------------------------------------------
+
+    def admit(self, request: Request, reserve: int, plan: StepPlan) -> bool:
+        """Give a waiting request its blocks, if that leaves `reserve` blocks free; what the host holds is ordered back.
+
+        Returns:
+            False when too few are free, or its own are still on their way to the host; then nothing has changed.
+        """
+        swap_space = self.swap_space
+        if swap_space is None:
+            return self.kv.allocate_sequence(request, reserve)
+        if swap_space.is_leaving(request) or not self.kv.allocate_sequence(request, reserve):
+            return False
+        swap_space.bring_back(request, plan)
+        return True
+
+    def leave(self, request: Request, plan: StepPlan | None) -> None:
+        """Take a running request's blocks; `plan`, where there is one, may order copies of them to the host."""
+        if self.swap_space is not None:
+            self.swap_space.leave(request, plan)
+        self.kv.free(request)
+
+    def end(self, request: Request) -> None:
+        """A request has ended, wherever it stood."""
+        self.kv.free(request)
+        if self.swap_space is not None:
+            self.swap_space.forget(request)
+
+    # --- blocks run short -----------------------------------------------------------------------------------------
+
+    def awaits_host(self, request: Request, num_tokens: int, plan: StepPlan, *, is_alone: bool) -> bool:
+        """Whether blocks on their way to the host may suffice for a running request's first num_tokens tokens."""
+        if self.swap_space is None:
+            return False
+        return self.swap_space.will_have_room(request, num_tokens, plan) or (is_alone and self._pins_await_host())
+
+    def make_room(self, request: Request, num_tokens: int) -> bool:
+        """Let pins stand back for a request that is alone, unless something may come free on its way to the host.
+
+        Returns:
+            Whether its first num_tokens tokens find enough blocks now, and did not before.
+        """
+        return not self._pins_await_host() and self.pins.make_room(request, num_tokens)
+
+    def _pins_await_host(self) -> bool:
+        """Whether pins could stand back, but need not before it is known what comes free on its way to the host."""
+        return self.pins.num_held_blocks > 0 and self.swap_space is not None and self.swap_space.has_leaving
+
+    # --- steps come back, or do not -------------------------------------------------------------------------------
+
+    def acknowledged(self, step: Step, result: StepResult) -> None:
+        """A step was computed, its copies are done; what its failed rows wrote is distrusted by now."""
+        if self.swap_space is not None:
+            self.swap_space.acknowledged(step, result)
+        self.tags.committed(self.kv.pool.commit_step(step.step_id))
+        self.pins.hold()
+
+    def distrust(
+        self, row: ScheduledRow, step_id: int, failed: Sequence[Request], forked: Sequence[Request]
+    ) -> set[KVCacheBlock]:
+        """A row failed: un-hash what it filled or read, on the device and on the host; no pin holds it any more.
+
+        Args:
+            row: the failed one.
+            step_id: the step that it was in.
+            failed: the requests that it computed for and that still live that life; the row's own may be among them.
+            forked: requests that were forked since from what it wrote.
+
+        Returns:
+            All blocks that lost their content; whoever else holds one must be scheduled anew.
+        """
+        request = row.request
+        is_current = request in failed
+        root = request.contents[0] if is_current and request.contents else None
+        distrusted = self.kv.distrust(request, step_id, with_table=is_current)
+        for branch in (*failed, *forked):
+            if branch is not request:
+                distrusted |= self.kv.distrust(branch, step_id, with_table=True)
+        self.tags.forgotten(distrusted)
+        if self.swap_space is not None:
+            self.swap_space.distrust(request, root, distrusted)
+        self.pins.distrusted()
+        return distrusted
+
+    def lose(self, lost: Sequence[Step]) -> None:
+        """All outstanding steps are lost: nothing that they would have filled or copied is there."""
+        self.tags.lost(lost)
+        self.kv.pool.forget_provisional()
+        if self.swap_space is not None:
+            self.swap_space.lose(lost)
+
+    def reset(self) -> int:
+        """Forget every cached block, and what was swapped out; no request runs. Returns how many were cached."""
+        if self.swap_space is not None:
+            self.swap_space.forget_all()
+        self.pins.forget()
+        forgotten = self.kv.pool.reset_prefix_cache()
+        self.tags.forgotten(forgotten)
+        return len(forgotten)
+
+    # --- checks ---------------------------------------------------------------------------------------------------
+
+    def check_integrity(self, running: Iterable[Request], outstanding: Iterable[Step]) -> None:
+        """Check that every reference is somebody's, given who runs and which steps are out. Raises AssertionError."""
+        detached = self.pins.tables()
+        if self.swap_space is not None:
+            detached += self.swap_space.tables()
+            self.swap_space.check_integrity([step.step_id for step in outstanding])
+        self.kv.check_integrity(running, detached)
