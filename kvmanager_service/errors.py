@@ -35,6 +35,7 @@ from kvmanager_service.core.errors import (
     PoolInUseError,
     QueueFullError,
     RowFailedError,
+    TooManySequencesError,
     UnknownPinError,
     UnknownRequestError,
 )
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DOMAIN",
+    "BatchTooLargeError",
     "ErrorStatus",
     "ExecutorIdReusedError",
     "ExecutorRejectedError",
@@ -84,6 +86,10 @@ class TooManyPoolsError(CoreError):
     """There are as many pools of engines with their own loop, or blocks in them, as the manager is to keep."""
 
 
+class BatchTooLargeError(CoreError):
+    """The answer to a batch of operations on a pool is as large as it may be; this operation is for the next."""
+
+
 class StaleBatchError(CoreError):
     """A batch of operations on a pool is neither the next nor the newest."""
 
@@ -105,6 +111,8 @@ RULES: dict[type[CoreError], Rule] = {
     ExecutorIdReusedError: Rule(grpc.StatusCode.ALREADY_EXISTS),
     StaleBatchError: Rule(grpc.StatusCode.ABORTED),
     TooManyPoolsError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),
+    TooManySequencesError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),
+    BatchTooLargeError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),
     QueueFullError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, QUEUE_FULL_RETRY_MS),
     PinLimitError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),
     PoolExhaustedError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),
