@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvmanager_service.core import is_compiled, sequence_pool
 from kvmanager_service.core.block import KVCacheBlock
 from kvmanager_service.core.errors import (
     DuplicateRequestError,
@@ -22,6 +23,7 @@ from kvmanager_service.core.errors import (
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY
 from kvmanager_service.core.extra_keys import LoraAdapter
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.request import Request
 from kvmanager_service.core.sequence_pool import (
     MAX_ENTRIES_PER_BLOCK,
     MAX_VICTIMS,
@@ -244,6 +246,25 @@ def test_victims_come_in_order_whatever_was_opened_and_closed() -> None:
     shortage = pool.extend("first", tokens(range(39 * 4)))
     assert isinstance(shortage, BlockShortage)
     assert shortage.victim_ids == tuple(sequence.request_id for sequence in behind)
+
+
+@pytest.mark.skipif(is_compiled(), reason="compiled code looks no global up: nothing to count with")
+def test_a_shortage_looks_at_no_more_sequences_than_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch in which every sequence finds too few blocks would be quadratic otherwise."""
+    pool = make_pool(201)
+    for number in range(200):
+        opened(pool, f"s{number}", 4)
+    looked_at: list[Request] = []
+    rank = sequence_pool._rank
+
+    def note(sequence: Request) -> tuple[int, int]:
+        looked_at.append(sequence)
+        return rank(sequence)
+
+    monkeypatch.setattr(sequence_pool, "_rank", note)
+    assert pool.extend("s0", tokens([1])) == BlockShortage(1, 0, ("s199",))
+    assert pool.extend("s199", tokens([1])) == BlockShortage(1, 0, ())
+    assert len(looked_at) <= 8
 
 
 def test_no_more_victims_are_named_than_an_answer_should_hold() -> None:
