@@ -35,7 +35,7 @@ DEFAULT_BLOCK_SIZE = 16
 MIN_LEASE_MS, MAX_LEASE_MS, DEFAULT_LEASE_MS = 1_000, 3_600_000, 60_000
 BLOCKS_MADE_AT_ONCE = 65_536
 """A larger pool is made, and taken apart, in a thread: a block takes about a microsecond of the loop that all streams
-share. The garbage collector is kept from walking over it."""
+share. Then the garbage collector walks over it once (0.3 s for a million blocks), and is kept from it afterwards."""
 MAX_TURN_S = 0.002
 """How long a batch holds up the loop that all streams share before it gives way, in seconds; one operation at least."""
 
