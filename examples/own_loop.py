@@ -16,6 +16,7 @@ import argparse
 import inspect
 import sys
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,7 +58,7 @@ class Running:
     tokens: list[int]
     num_prompt_tokens: int
     limit: int
-    table: tuple[int, ...] = ()
+    table: Sequence[int] = ()
     computed: int = 0
     cached: list[int] = field(default_factory=list)
 
@@ -78,7 +79,7 @@ class PagedMemory:
         self.keys = torch.zeros(shape, dtype=model.dtype)
         self.values = torch.zeros(shape, dtype=model.dtype)
 
-    def slots(self, table: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+    def slots(self, table: Sequence[int], start: int, stop: int) -> torch.Tensor:
         """Where the tokens [start, stop) of a sequence with this table lie."""
         positions = torch.arange(start, stop)
         return torch.tensor(table)[positions // self.block_size] * self.block_size + positions % self.block_size

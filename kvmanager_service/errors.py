@@ -37,6 +37,7 @@ from kvmanager_service.core.errors import (
     PoolInUseError,
     QueueFullError,
     RowFailedError,
+    TooManySequencesError,
     UnknownPinError,
     UnknownRequestError,
 )
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DOMAIN",
+    "BatchTooLargeError",
     "ErrorStatus",
     "ExecutorIdReusedError",
     "ExecutorRejectedError",
@@ -86,6 +88,10 @@ class TooManyPoolsError(CoreError):
     """There are as many pools of engines with their own loop, or blocks in them, as the manager is to keep."""
 
 
+class BatchTooLargeError(CoreError):
+    """The answer to a batch of operations on a pool is as large as it may be; this operation is for the next."""
+
+
 class StaleBatchError(CoreError):
     """A batch of operations on a pool is neither the next nor the newest."""
 
@@ -107,6 +113,8 @@ RULES: dict[type[CoreError], Rule] = {
     ExecutorIdReusedError: Rule(grpc.StatusCode.ALREADY_EXISTS),
     StaleBatchError: Rule(grpc.StatusCode.ABORTED),
     TooManyPoolsError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),
+    TooManySequencesError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),
+    BatchTooLargeError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),
     QueueFullError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, QUEUE_FULL_RETRY_MS),
     PinLimitError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),
     PoolExhaustedError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),

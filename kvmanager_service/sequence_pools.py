@@ -2,24 +2,27 @@
 
 Station: owned by the server, called by `servicers.sequences`. An engine that goes away leaves its pool behind; the
 lease that each of its calls renews ends it.
+
+Batches of one pool are applied one after the other. Each is applied to its end, whatever becomes of the call, and gives
+way to the other work of the loop about every `MAX_TURN_S`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import structlog
-import xxhash
 
-from kvmanager_service.core.errors import DuplicateRequestError, InvalidRequestError, UnknownRequestError
+from kvmanager_service.core.errors import CoreError, DuplicateRequestError, UnknownRequestError, invalid_parameter
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.sequence_pool import SequencePool
 from kvmanager_service.errors import StaleBatchError, TooManyPoolsError
+from kvmanager_service.heap import settle_heap
 
 __all__ = ["OpenedPool", "PoolSpec", "SequencePools"]
 
@@ -31,7 +34,10 @@ MAX_BLOCK_SIZE = 1_024
 DEFAULT_BLOCK_SIZE = 16
 MIN_LEASE_MS, MAX_LEASE_MS, DEFAULT_LEASE_MS = 1_000, 3_600_000, 60_000
 BLOCKS_MADE_AT_ONCE = 65_536
-"""A larger pool is made in a thread: a block takes about a microsecond of the loop that all streams share."""
+"""A larger pool is made, and taken apart, in a thread: a block takes about a microsecond of the loop that all streams
+share. Then the garbage collector walks over it once (0.3 s for a million blocks), and is kept from it afterwards."""
+MAX_TURN_S = 0.002
+"""How long a batch holds up the loop that all streams share before it gives way, in seconds; one operation at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +62,10 @@ class OpenedPool(Generic[_Answer]):
         lease_s: how long it outlives the last call, in seconds.
         used_at: when that was, on the monotonic clock.
         last_batch_id: the newest batch applied.
-        last_digest: a hash of what it was.
+        last_batch: what it was, to know it again.
         last_answer: what it was answered with.
+        lock: held while a batch is applied.
+        is_open: False once it was closed or dropped; nothing more is to be done to it.
     """
 
     pool_id: str
@@ -65,8 +73,10 @@ class OpenedPool(Generic[_Answer]):
     lease_s: float
     used_at: float
     last_batch_id: int = 0
-    last_digest: bytes = b""
-    last_answer: _Answer | None = None
+    last_batch: object = field(default=None, repr=False)
+    last_answer: _Answer | None = field(default=None, repr=False)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
+    is_open: bool = True
     timer: asyncio.TimerHandle | None = field(default=None, repr=False)
 
     @property
@@ -74,31 +84,46 @@ class OpenedPool(Generic[_Answer]):
         """Seconds that it still lasts without a call."""
         return max(0.0, self.used_at + self.lease_s - time.monotonic())
 
-    def once(self, batch_id: int, batch: bytes, apply: Callable[[], _Answer]) -> _Answer:
+    def require_open(self) -> None:
+        """Renew the lease. Raises UnknownRequestError."""
+        if not self.is_open:
+            raise _not_found(self.pool_id)
+        self.used_at = time.monotonic()
+
+    async def end_turn(self) -> None:
+        """Let others use the loop while a batch is applied. Raises UnknownRequestError when they closed the pool."""
+        await asyncio.sleep(0)
+        self.require_open()
+
+    async def once(self, batch_id: int, batch: object, apply: Callable[[], Awaitable[_Answer]]) -> _Answer:
         """Apply a batch, unless it is the newest one sent again: that gets the answer it got before.
+
+        To be run to its end: cancelled halfway, it would be applied halfway.
 
         Args:
             batch_id: its number.
-            batch: its bytes, by which the newest is known again.
+            batch: what it is, by which the newest is known again; kept until the next.
             apply: applies it.
 
         Raises:
             StaleBatchError: it is neither the next nor the newest.
+            UnknownRequestError: the pool was closed meanwhile.
         """
-        digest = xxhash.xxh3_128_digest(batch)
-        if batch_id == self.last_batch_id and digest == self.last_digest and self.last_answer is not None:
-            return self.last_answer
-        if batch_id != self.last_batch_id + 1:
-            raise StaleBatchError(
-                "STALE_BATCH",
-                f"batch_id: expected {self.last_batch_id + 1}, or {self.last_batch_id} sent again, got {batch_id}; one "
-                "pool is for one engine, which sends one batch after the other",
-                expected=self.last_batch_id + 1,
-                got=batch_id,
-            )
-        answer = apply()
-        self.last_batch_id, self.last_digest, self.last_answer = batch_id, digest, answer
-        return answer
+        async with self.lock:
+            self.require_open()
+            if batch_id == self.last_batch_id and self.last_answer is not None and batch == self.last_batch:
+                return self.last_answer
+            if batch_id != self.last_batch_id + 1:
+                raise StaleBatchError(
+                    "STALE_BATCH",
+                    f"batch_id: expected {self.last_batch_id + 1}, or {self.last_batch_id} sent again, got {batch_id}; "
+                    "one pool is for one engine, which sends one batch after the other",
+                    expected=self.last_batch_id + 1,
+                    got=batch_id,
+                )
+            answer = await apply()
+            self.last_batch_id, self.last_batch, self.last_answer = batch_id, batch, answer
+            return answer
 
 
 class SequencePools(Generic[_Answer]):
@@ -114,6 +139,7 @@ class SequencePools(Generic[_Answer]):
         self._max_blocks = max_blocks
         self._pools: dict[str, OpenedPool[_Answer]] = {}
         self._being_made: dict[str, int] = {}
+        self._running: set[asyncio.Task[Any]] = set()
 
     async def open(self, spec: PoolSpec) -> OpenedPool[_Answer]:
         """Make a pool.
@@ -136,7 +162,8 @@ class SequencePools(Generic[_Answer]):
             if spec.num_blocks <= BLOCKS_MADE_AT_ONCE:
                 sequences = _make(spec)
             else:
-                sequences = await asyncio.to_thread(_make, spec)
+                sequences = await _make_aside(spec)
+                settle_heap()
         finally:
             del self._being_made[spec.pool_id]
         lease_s = (spec.lease_ms or DEFAULT_LEASE_MS) / 1e3
@@ -150,19 +177,38 @@ class SequencePools(Generic[_Answer]):
         """Find a pool and renew its lease. Raises UnknownRequestError."""
         pool = self._pools.get(pool_id)
         if pool is None:
-            raise UnknownRequestError(
-                "POOL_NOT_FOUND",
-                f"expected the id of an open pool, got {pool_id!r}; open it, or anew if its lease ran out",
-                pool_id=pool_id,
-            )
-        pool.used_at = time.monotonic()
+            raise _not_found(pool_id)
+        pool.require_open()
         return pool
+
+    async def update(
+        self, pool: OpenedPool[_Answer], batch_id: int, batch: object, apply: Callable[[], Awaitable[_Answer]]
+    ) -> _Answer:
+        """Apply a batch once, see `OpenedPool.once`: to its end, even if whoever waits for the answer goes away."""
+        return await asyncio.shield(self._run(self._update(pool, batch_id, batch, apply)))
+
+    def _run(self, work: Coroutine[Any, Any, _Answer]) -> asyncio.Task[_Answer]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def _update(
+        self, pool: OpenedPool[_Answer], batch_id: int, batch: object, apply: Callable[[], Awaitable[_Answer]]
+    ) -> _Answer:
+        try:
+            return await pool.once(batch_id, batch, apply)
+        except CoreError:
+            raise
+        except Exception:
+            self._drop_broken(pool)
+            raise
 
     def close(self, pool_id: str) -> None:
         """Forget a pool and its sequences. Raises UnknownRequestError."""
         self._drop(self.use(pool_id), "closed")
 
-    def drop_broken(self, pool: OpenedPool[_Answer]) -> None:
+    def _drop_broken(self, pool: OpenedPool[_Answer]) -> None:
         """An invariant of this pool does not hold: nothing more is to be built on it."""
         _log.exception("pool_broken", pool_id=pool.pool_id, sequences=len(pool.sequences.sequences))
         self._drop(pool, "broken")
@@ -204,7 +250,12 @@ class SequencePools(Generic[_Answer]):
         assert pool.timer is not None
         pool.timer.cancel()
         del self._pools[pool.pool_id]
+        pool.is_open = False
         _log.info("pool_dropped", pool_id=pool.pool_id, sequences=len(pool.sequences.sequences), why=why)
+        if len(pool.sequences.kv.pool.blocks) <= BLOCKS_MADE_AT_ONCE:
+            pool.sequences.dismantle()
+        else:
+            asyncio.get_running_loop().run_in_executor(None, pool.sequences.dismantle)
 
 
 def _make(spec: PoolSpec) -> SequencePool:
@@ -218,20 +269,39 @@ def _make(spec: PoolSpec) -> SequencePool:
     )
 
 
+async def _make_aside(spec: PoolSpec) -> SequencePool:
+    """Make a pool in a thread; one that nobody waits for any more is taken apart again."""
+    making = asyncio.get_running_loop().run_in_executor(None, _make, spec)
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(_discard)
+        raise
+
+
+def _discard(made: asyncio.Future[SequencePool]) -> None:
+    if not made.cancelled() and made.exception() is None:
+        made.result().dismantle()
+
+
+def _not_found(pool_id: str) -> UnknownRequestError:
+    return UnknownRequestError(
+        "POOL_NOT_FOUND",
+        f"expected the id of an open pool, got {pool_id!r}; open it, or anew if its lease ran out",
+        pool_id=pool_id,
+    )
+
+
 def _check(spec: PoolSpec) -> None:
     if not 1 <= len(spec.pool_id) <= MAX_POOL_ID_CHARS:
-        raise _invalid("pool_id", f"1 to {MAX_POOL_ID_CHARS} characters", len(spec.pool_id))
+        raise invalid_parameter("pool_id", f"1 to {MAX_POOL_ID_CHARS} characters", len(spec.pool_id))
     if spec.num_blocks < 2:
-        raise _invalid("num_blocks", "at least 2 (block 0 is the null block)", spec.num_blocks)
+        raise invalid_parameter("num_blocks", "at least 2 (block 0 is the null block)", spec.num_blocks)
     if not 0 <= spec.block_size <= MAX_BLOCK_SIZE:
-        raise _invalid("block_size", f"1 to {MAX_BLOCK_SIZE}, or 0 for {DEFAULT_BLOCK_SIZE}", spec.block_size)
+        raise invalid_parameter("block_size", f"1 to {MAX_BLOCK_SIZE}, or 0 for {DEFAULT_BLOCK_SIZE}", spec.block_size)
     if spec.eviction_policy and spec.eviction_policy not in EVICTION_POLICIES:
-        raise _invalid("eviction_policy", f"one of {', '.join(EVICTION_POLICIES)}", spec.eviction_policy)
+        raise invalid_parameter("eviction_policy", f"one of {', '.join(EVICTION_POLICIES)}", spec.eviction_policy)
     if spec.lease_ms and not MIN_LEASE_MS <= spec.lease_ms <= MAX_LEASE_MS:
-        raise _invalid("lease_ms", f"{MIN_LEASE_MS} to {MAX_LEASE_MS}, or 0 for {DEFAULT_LEASE_MS}", spec.lease_ms)
-
-
-def _invalid(field: str, expected: str, got: object) -> InvalidRequestError:
-    return InvalidRequestError(
-        "INVALID_PARAMETER", f"{field}: expected {expected}, got {got}", field=field, expected=expected, got=got
-    )
+        raise invalid_parameter(
+            "lease_ms", f"{MIN_LEASE_MS} to {MAX_LEASE_MS}, or 0 for {DEFAULT_LEASE_MS}", spec.lease_ms
+        )

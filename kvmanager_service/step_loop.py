@@ -11,7 +11,6 @@ Two steps are out at most: one computing, one queued behind it, so that an execu
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from collections.abc import Callable
 from typing import NoReturn
@@ -32,12 +31,9 @@ from kvmanager_service.core.step import Step
 from kvmanager_service.engine_api import OutputSink
 from kvmanager_service.errors import PreconditionError
 from kvmanager_service.executor_client import ExecutorLostError, ReadyExecutor, StepStream
+from kvmanager_service.heap import settle_heap
 from kvmanager_service.kv_events import KvEvents
 from kvmanager_service.step_message import build_execute_request, read_execute_response
-
-GC_THRESHOLD = (1_000, 50, 50)
-"""When garbage is collected; see `gc.set_threshold`. Each call leaves a few objects in a cycle, and those hold some of
-gRPC's: so the young ones go soon, and all are looked through after 2.5 million, which is seldom and not never."""
 
 _log = structlog.get_logger(__name__)
 
@@ -254,18 +250,6 @@ class StepLoop:
         scheduler = self._books()
         scheduler.kv.pool.advance(self._clock())
         return scheduler
-
-
-def settle_heap() -> None:
-    """Keep the garbage collector off the pool and off what fills it: both stay, and a walk over them holds up steps.
-
-    The pool is frozen. What the blocks come to hold is freed by reference counts and only looks like a heap that grows
-    without end, for which full collections come every 130 steps of 256 rows and take 10 ms and more.
-    """
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLD)
 
 
 def _scheduler_config(config: ManagerConfig) -> SchedulerConfig:

@@ -25,7 +25,13 @@ from kvplane_client._readiness import wait_until_ready
 from kvplane_client._request_builder import build_pin, build_request
 from kvplane_client._resumable import ResumableRequest
 from kvplane_client._stubs import Stubs, task_is_cancelled
-from kvplane_client.errors import InvalidArgumentError, KvPlaneError, RequestCancelledError, error_from_rpc
+from kvplane_client.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    KvPlaneError,
+    RequestCancelledError,
+    error_from_rpc,
+)
 from kvplane_client.kv_events import KvEventBatch
 from kvplane_client.manager_types import (
     BlockFilter,
@@ -345,19 +351,32 @@ class AsyncClient:
 
         Raises:
             InvalidArgumentError: A value is out of range.
-            AlreadyExistsError: A pool of that id is open.
+            AlreadyExistsError: A pool of that id is open: perhaps your own, when the answer to an attempt was lost.
             ResourceExhaustedError: There are too many pools, or blocks in all of them.
         """
         request = pool_pb.OpenPoolRequest(
-            pool_id=pool_id or f"pool-{secrets.token_hex(6)}",
+            pool_id=pool_id or f"pool-{secrets.token_hex(16)}",
             num_blocks=num_blocks,
             block_size=block_size,
             disable_prefix_caching=not enable_prefix_caching,
             eviction_policy=eviction_policy,
             lease_ms=round(lease_seconds * 1e3),
         )
-        opened = await self._unary(self._stubs.manager.OpenPool, request)
-        return SequencePool(pool_info_from(opened.pool), self._update_sequences, self._close_pool)
+        while True:
+            try:
+                opened = await self._unary(self._stubs.manager.OpenPool, request)
+                info = pool_info_from(opened.pool)
+                break
+            except AlreadyExistsError:
+                if pool_id:
+                    raise
+                # Nobody else has drawn this name: an earlier attempt made the pool, and its answer was lost.
+                found = [pool for pool in await self.list_pools() if pool.pool_id == request.pool_id]
+                if found:
+                    info = found[0]
+                    break
+                request.pool_id = f"pool-{secrets.token_hex(16)}"  # that attempt has not come to its end
+        return SequencePool(info, self._update_sequences, self._close_pool)
 
     async def list_pools(self) -> list[SequencePoolInfo]:
         """Returns the open pools of engines that run their own loop."""

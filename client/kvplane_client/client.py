@@ -104,6 +104,11 @@ class SyncSequencePool:
     ) -> None:
         self.close()
 
+    @property
+    def recovered(self) -> list[tuple[SequenceOperation, SequenceResult]]:
+        """What the newest call of ``update`` learned of a batch whose answer was lost."""
+        return self._pool.recovered
+
     def update(self, operations: Iterable[SequenceOperation] = ()) -> list[SequenceResult]:
         """Applies operations in order and returns a result for each."""
         return self._calls.wait(self._pool.update, operations)

@@ -23,7 +23,15 @@ from typing import Self, TypeAlias
 from kvplane.common.v1 import common_pb2
 from kvplane.kvmanager.v1 import sequence_pool_pb2 as pb
 
-from kvplane_client.errors import InternalError, InvalidArgumentError, KvPlaneError, error_from_wire
+from kvplane_client.errors import (
+    AbortedError,
+    InternalError,
+    InvalidArgumentError,
+    KvPlaneError,
+    NotFoundError,
+    ResourceExhaustedError,
+    error_from_wire,
+)
 
 __all__ = [
     "BlockShortage",
@@ -40,6 +48,11 @@ __all__ = [
     "SequenceTable",
     "pool_info_from",
 ]
+
+
+_NOT_APPLIED = (InvalidArgumentError, NotFoundError, AbortedError, ResourceExhaustedError)
+"""What a batch is refused with as a whole: too many operations, no such pool, not its turn, too large for a message.
+After any other error it may have been applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +82,14 @@ class OpenSequence:
 class ExtendSequence:
     """Make room for more tokens, and the slots that are not computed yet the sequence's own. Answered with its table.
 
+    What is committed stands, whatever becomes of the rest: when blocks run short, and when it is refused.
+
     Attributes:
         sequence_id: Whose.
         token_ids: Tokens that became known since.
         num_slots: How many tokens the table must hold; 0 for all known ones.
-        num_computed_tokens: Commits first, as :class:`CommitSequence` does: an engine's step in one operation. That
-            stands even if blocks run short then. 0 commits nothing.
+        num_computed_tokens: Commits first, as :class:`CommitSequence` does: an engine's step in one operation. 0
+            commits nothing.
     """
 
     sequence_id: str
@@ -123,25 +138,30 @@ class SequenceTable:
     """A sequence's block table after an operation.
 
     Attributes:
-        block_ids: The whole table: token ``i`` belongs into block ``block_ids[i // block_size]``.
+        block_ids: The whole table: token ``i`` belongs into block ``block_ids[i // block_size]``. Read only: it is the
+            pool's own list, which later operations on the sequence (of the same batch, too) bring up to date; copy it
+            to keep it as it is.
         num_computed_tokens: How many of its tokens have K/V in these blocks.
         copies: Pairs of source and target block, to copy whole and in order before anything is written.
+        first_block: Where in the table the operation changed it; entries before that are as they were.
     """
 
-    block_ids: tuple[int, ...]
+    block_ids: Sequence[int]
     num_computed_tokens: int
     copies: tuple[tuple[int, int], ...] = ()
+    first_block: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BlockShortage:
-    """Too few blocks are free; nothing has changed.
+    """Too few blocks are free; nothing has changed but for what an :class:`ExtendSequence` committed first.
 
     Attributes:
         needed_blocks: How many the operation takes.
         free_blocks: How many are free.
-        victim_ids: Sequences that should give way, first to last: close them, and ask again. Empty when the asking
-            sequence comes last itself: wait until another one closes, or close it.
+        victim_ids: Sequences that should give way, first to last: close them, and ask again. Empty when none should:
+            the asking sequence comes last itself, or those behind it do not free enough. Then wait until another one
+            closes, or close it.
     """
 
     needed_blocks: int
@@ -178,10 +198,13 @@ class SequencePool:
     """One engine's pool; an asynchronous context manager that closes it.
 
     One batch is under way at a time: calls wait for each other. A batch whose answer was lost is sent again, and not
-    applied twice.
+    applied twice: at once after UNAVAILABLE, else (a timeout, a cancellation, Ctrl-C) by the next call.
 
     Attributes:
         info: The pool as it was opened.
+        recovered: What ``update`` learned, before its own batch, of batches whose answer was lost: each operation with
+            its result, whose copies are to be made first. Nearly always empty; kept until ``update`` is called after
+            a call of it that returned.
     """
 
     def __init__(
@@ -195,7 +218,10 @@ class SequencePool:
         self._close = close
         self._lock = asyncio.Lock()
         self._last_batch_id = info.last_batch_id
-        self._tables: dict[str, tuple[int, ...]] = {}
+        self._tables: dict[str, list[int]] = {}
+        self._unanswered: tuple[pb.UpdateSequencesRequest, list[SequenceOperation]] | None = None
+        self.recovered: list[tuple[SequenceOperation, SequenceResult]] = []
+        self._is_recovered_known = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -210,27 +236,51 @@ class SequencePool:
 
         Returns:
             For each operation its result: a table, done, a shortage of blocks, or the error that it was refused with.
-            One that fails changes nothing and stops no other.
+            One that fails changes nothing (but what an :class:`ExtendSequence` committed first) and stops no other.
 
         Raises:
             InvalidArgumentError: A value cannot be sent at all, or there are too many operations.
+            ResourceExhaustedError: The batch is too large for one message.
             NotFoundError: The pool's lease ran out, or the manager was started anew: open another.
             AbortedError: Somebody else uses this pool.
+            UnavailableError, DeadlineExceededError: No answer came. The batch may have been applied: the next call
+                finds out before it sends its own, see ``recovered``.
         """
+        done = list(operations)
+        messages = [_to_operation(operation) for operation in done]
         async with self._lock:
-            done = list(operations)
+            if self._is_recovered_known:
+                self.recovered = []
+                self._is_recovered_known = False
+            if self._unanswered is not None:
+                lost = self._unanswered[1]
+                self.recovered += zip(lost, await self._settle(*self._unanswered), strict=True)
             request = pb.UpdateSequencesRequest(
-                pool_id=self.info.pool_id, batch_id=self._last_batch_id + 1, operations=map(_to_operation, done)
+                pool_id=self.info.pool_id, batch_id=self._last_batch_id + 1, operations=messages
             )
-            response = await self._update(request)
-            self._last_batch_id = response.batch_id
-            if len(response.results) != len(done):
-                raise InternalError(f"expected {len(done)} results, got {len(response.results)}: report it")
-            return [self._result(*pair) for pair in zip(done, response.results, strict=True)]
+            results = await self._settle(request, done)
+            self._is_recovered_known = True
+            return results
 
     async def close(self) -> None:
         """Closes the pool. Raises NotFoundError when it is gone already."""
         await self._close(self.info.pool_id)
+
+    async def _settle(
+        self, request: pb.UpdateSequencesRequest, operations: list[SequenceOperation]
+    ) -> list[SequenceResult]:
+        """Sends a batch, for the first time or again. Until it is known what became of it, no other may follow."""
+        self._unanswered = request, operations
+        try:
+            response = await self._update(request)
+        except _NOT_APPLIED:
+            self._unanswered = None
+            raise
+        self._unanswered = None
+        self._last_batch_id = request.batch_id
+        if len(response.results) != len(operations):
+            raise InternalError(f"expected {len(operations)} results, got {len(response.results)}: report it")
+        return [self._result(*pair) for pair in zip(operations, response.results, strict=True)]
 
     def _result(self, operation: SequenceOperation, result: pb.SequenceResult) -> SequenceResult:
         match result.WhichOneof("result"):
@@ -238,7 +288,7 @@ class SequencePool:
                 return self._table(operation, result.table)
             case "done":
                 if isinstance(operation, CloseSequence):
-                    del self._tables[operation.sequence_id]
+                    self._tables.pop(operation.sequence_id, None)
                 return SequenceDone()
             case "shortage":
                 shortage = result.shortage
@@ -250,10 +300,18 @@ class SequencePool:
 
     def _table(self, operation: SequenceOperation, message: pb.SequenceTable) -> SequenceTable:
         name = operation.new_sequence_id if isinstance(operation, ForkSequence) else operation.sequence_id
-        kept = self._tables.get(name, ())[: message.first_block]
-        block_ids = self._tables[name] = kept + _values(message.block_ids)
+        first = message.first_block
+        if isinstance(operation, ExtendSequence):
+            block_ids = self._tables[name]
+            if len(block_ids) < first:
+                raise InternalError(
+                    f"expected a table of {first} blocks to go on from, got {len(block_ids)}: report it"
+                )
+            block_ids[first:] = _values(message.block_ids)
+        else:
+            block_ids = self._tables[name] = _values(message.block_ids).tolist()
         copies = zip(_values(message.copy_source_ids), _values(message.copy_target_ids), strict=True)
-        return SequenceTable(block_ids, message.num_computed_tokens, tuple(copies))
+        return SequenceTable(block_ids, message.num_computed_tokens, tuple(copies), first)
 
 
 def pool_info_from(message: pb.SequencePoolInfo) -> SequencePoolInfo:
@@ -324,7 +382,7 @@ def _column(values: Sequence[int]) -> common_pb2.Int32Array:
     return common_pb2.Int32Array(data=array("i", values).tobytes())
 
 
-def _values(column: common_pb2.Int32Array) -> tuple[int, ...]:
+def _values(column: common_pb2.Int32Array) -> array[int]:
     values = array("i")
     values.frombytes(column.data)
-    return tuple(values)
+    return values

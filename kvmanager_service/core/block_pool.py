@@ -327,6 +327,16 @@ class BlockPool:
             events.cleared()
         return forgotten
 
+    def dismantle(self) -> None:
+        """The pool is not used any more: undo what refers to each other in a circle, so that it is freed at once.
+
+        Else only the garbage collector would free it, which is kept from walking over pools.
+        """
+        for content in self.cached_block_hash_to_block.values():
+            content.parent = None  # a chain as long as a prompt would be freed one inside the other
+        for block in self.blocks:
+            block.prev_free_block = block.next_free_block = block.content = None
+
     def committed_contents(self) -> list[tuple[int, BlockContent]]:
         """Every block that is filled and can be hit, by block id, with what it holds."""
         return [

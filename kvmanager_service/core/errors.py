@@ -8,6 +8,7 @@ Station: raised by `core`, mapped to a gRPC status by `kvmanager_service.errors`
     ├── UnknownRequestError     no such request is waiting or running
     ├── QueueFullError          too many requests wait
     ├── PoolExhaustedError      a lone request outgrew the pool
+    ├── TooManySequencesError   a pool of sequences has as many, or as long tables, as it may
     ├── RowFailedError          the executor could not compute this request's row
     ├── DuplicatePinError       the name pins another prefix
     ├── UnknownPinError         nothing is pinned under that name
@@ -36,6 +37,7 @@ __all__ = [
     "PoolInUseError",
     "QueueFullError",
     "RowFailedError",
+    "TooManySequencesError",
     "UnknownPinError",
     "UnknownRequestError",
     "invalid_parameter",
@@ -74,6 +76,10 @@ class QueueFullError(CoreError):
 
 class PoolExhaustedError(CoreError):
     """The request alone fills the pool and needs one more block."""
+
+
+class TooManySequencesError(CoreError):
+    """A pool has as many sequences as it may, or their tables as many entries."""
 
 
 class RowFailedError(CoreError):

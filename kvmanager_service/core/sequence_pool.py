@@ -7,24 +7,40 @@ short.
     open ─▶ (extend ─▶ the engine computes ─▶ commit) … ─▶ close
                         fork at any time between two steps
 
-An operation that is refused, or that finds too few blocks, has changed nothing.
+An operation that is refused, or that finds too few blocks, has changed nothing. (On the wire an extend may commit
+first: those are two operations here, and the commit stands.)
+
+What sequences share takes no block, so blocks do not bound it: a pool has at most as many sequences as usable blocks,
+and a table entry is made by open and fork only while all tables together have fewer than `MAX_ENTRIES_PER_BLOCK` for
+each of them. What extend adds is a block's first entry, so it needs no bound of its own.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from kvmanager_service.core.errors import (
     DuplicateRequestError,
     InvalidRequestError,
     PoolExhaustedError,
+    TooManySequencesError,
     UnknownRequestError,
+    invalid_parameter,
 )
 from kvmanager_service.core.extra_keys import LoraAdapter, check_extra_keys
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import TOKEN_BYTES, NewRequest, Request, StopRules
 
 _NO_TOKENS_TO_COME = StopRules(max_tokens=0)
+
+MAX_ENTRIES_PER_BLOCK = 16
+"""How often the whole pool may be shared: entries of all tables, for each usable block. An entry, with its part of the
+known tokens, takes about 100 bytes at 16 tokens a block."""
+
+
+MAX_VICTIMS = 4_096
+"""Most sequences that are advised to give way for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +67,8 @@ class BlockShortage:
     Attributes:
         needed_blocks: how many the operation takes.
         free_blocks: how many are free.
-        victim_ids: sequences that should give way, first to last; empty when the asking one comes before all others.
+        victim_ids: sequences that should give way, first to last; together they free enough. Empty when none should:
+            the asking one comes last itself, or those behind it do not free enough (the last `MAX_VICTIMS` of them).
     """
 
     needed_blocks: int
@@ -69,6 +86,7 @@ class SequencePool:
         sequences: open ones by id, in the order they were opened.
         prefix_queries: tokens that sequences were opened with.
         prefix_hits: those of them whose K/V was found.
+        num_entries: entries of all tables.
     """
 
     def __init__(self, kv: KVCacheManager) -> None:
@@ -76,7 +94,9 @@ class SequencePool:
         self.sequences: dict[str, Request] = {}
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.num_entries = 0
         self._next_seq = 0
+        self._by_rank: list[Request] = []
 
     def open(
         self,
@@ -101,6 +121,7 @@ class SequencePool:
         Raises:
             DuplicateRequestError: the id is open.
             InvalidRequestError: no token, fewer slots than tokens, or more than the pool will ever hold.
+            TooManySequencesError: there are as many sequences, or table entries, as there may be.
         """
         self._require_new(sequence_id)
         new = NewRequest(
@@ -109,9 +130,10 @@ class SequencePool:
         sequence = Request(new, self._next_seq)
         check_extra_keys(lora, (), sequence.num_tokens)
         if not sequence.num_tokens:
-            raise _invalid("token_ids", "at least one token", "none")
+            raise invalid_parameter("token_ids", "at least one token", "none")
         num_slots = self._slots(sequence, sequence.num_tokens, num_slots)
         self._require_room(num_slots)
+        self._require_entries(self.kv.num_blocks_for(num_slots))
         hits = self.kv.get_computed_blocks(sequence)
         if not self.kv.allocate_slots(sequence, num_slots, hits):
             num_free_hits = sum(block.ref_cnt == 0 for block in hits)
@@ -151,6 +173,7 @@ class SequencePool:
         copies = tuple((copy.source_id, copy.target_id) for copy in self.kv.take_copies())
         sequence.token_bytes += token_bytes
         sequence.num_tokens = num_tokens
+        self.num_entries += len(sequence.blocks) - before
         first = before if not copies else sequence.num_computed_tokens // self.kv.block_size
         return TableChange(
             first, bytes(sequence.block_id_bytes[first * TOKEN_BYTES :]), sequence.num_computed_tokens, copies
@@ -166,7 +189,7 @@ class SequencePool:
         sequence = self._known(sequence_id)
         most = min(sequence.num_tokens, len(sequence.blocks) * self.kv.block_size)
         if not sequence.num_computed_tokens <= num_computed_tokens <= most:
-            raise _invalid(
+            raise invalid_parameter(
                 "num_computed_tokens",
                 f"{sequence.num_computed_tokens} (as before) to {most} (known, and in the table)",
                 num_computed_tokens,
@@ -187,12 +210,14 @@ class SequencePool:
             UnknownRequestError: no such sequence.
             DuplicateRequestError: the new id is open.
             InvalidRequestError: more tokens than were committed, or none.
+            TooManySequencesError: there are as many sequences, or table entries, as there may be.
         """
         parent = self._known(sequence_id)
         self._require_new(new_sequence_id)
         num_tokens = num_tokens or parent.num_computed_tokens
         if not 1 <= num_tokens <= parent.num_computed_tokens:
-            raise _invalid("num_tokens", f"1 to {parent.num_computed_tokens} (committed)", num_tokens)
+            raise invalid_parameter("num_tokens", f"1 to {parent.num_computed_tokens} (committed)", num_tokens)
+        self._require_entries(self.kv.num_blocks_for(num_tokens))
         new = NewRequest(new_sequence_id, parent.tokens(0, num_tokens), _NO_TOKENS_TO_COME, priority=priority)
         child = Request(new, self._next_seq)
         child.extra_keys = parent.extra_keys
@@ -202,16 +227,30 @@ class SequencePool:
 
     def close(self, sequence_id: str) -> None:
         """End a sequence; its cached blocks can be hit until they are needed. Raises UnknownRequestError."""
-        self.kv.free(self._known(sequence_id))
+        sequence = self._known(sequence_id)
+        self.num_entries -= len(sequence.blocks)
+        self.kv.free(sequence)
         del self.sequences[sequence_id]
+        del self._by_rank[bisect_left(self._by_rank, _rank(sequence), key=_rank)]
+
+    def dismantle(self) -> None:
+        """End all of it: what is left refers to nothing in a circle. Nothing may be called any more."""
+        self.sequences.clear()
+        self._by_rank.clear()
+        self.kv.pool.dismantle()
 
     def check_integrity(self) -> None:
         """Check the pool against all tables. Raises AssertionError."""
         self.kv.check_integrity(self.sequences.values())
+        assert self._by_rank == sorted(self.sequences.values(), key=_rank), "sequences are out of order"
+        entries = sum(len(sequence.blocks) for sequence in self.sequences.values())
+        assert self.num_entries == entries, f"{entries} table entries, counted {self.num_entries}"
 
     def _add(self, sequence: Request) -> None:
         self._next_seq += 1
         self.sequences[sequence.request_id] = sequence
+        self.num_entries += len(sequence.blocks)
+        insort(self._by_rank, sequence, key=_rank)
 
     def _known(self, sequence_id: str) -> Request:
         sequence = self.sequences.get(sequence_id)
@@ -242,11 +281,31 @@ class SequencePool:
                 num_blocks=usable,
             )
 
+    def _require_entries(self, num_entries: int) -> None:
+        usable = self.kv.pool.num_usable_blocks
+        most = usable * MAX_ENTRIES_PER_BLOCK
+        if len(self.sequences) >= usable:
+            expected, got = f"fewer than {usable} open sequences (one for each block)", len(self.sequences)
+        elif self.num_entries + num_entries > most:
+            expected = f"at most {most} entries in all block tables ({MAX_ENTRIES_PER_BLOCK} for each block)"
+            got = self.num_entries + num_entries
+        else:
+            return
+        raise TooManySequencesError(
+            "TOO_MANY_SEQUENCES",
+            f"expected {expected}, got {got}; close a sequence, or open a larger pool",
+            num_sequences=len(self.sequences),
+            num_entries=self.num_entries,
+            num_blocks=usable,
+        )
+
     @staticmethod
     def _slots(sequence: Request, num_tokens: int, num_slots: int) -> int:
         """How many tokens the table must hold when `num_tokens` are known."""
         if num_slots and num_slots < num_tokens:
-            raise _invalid("num_slots", f"at least {num_tokens} (the known tokens), or 0 for as many", num_slots)
+            raise invalid_parameter(
+                "num_slots", f"at least {num_tokens} (the known tokens), or 0 for as many", num_slots
+            )
         return num_slots or num_tokens
 
     def _shortage(self, sequence: Request, needed: int) -> BlockShortage:
@@ -257,8 +316,8 @@ class SequencePool:
         missing = needed - self.kv.pool.num_free_blocks
         dropped: dict[int, int] = {}
         victims: list[Request] = []
-        for victim in sorted(self.sequences.values(), key=_rank, reverse=True):
-            if missing <= 0 or _rank(victim) <= _rank(sequence):
+        for victim in reversed(self._by_rank):
+            if missing <= 0 or len(victims) == MAX_VICTIMS or _rank(victim) <= _rank(sequence):
                 break
             victims.append(victim)
             for block in victim.blocks:
@@ -279,10 +338,4 @@ def _rank(sequence: Request) -> tuple[int, int]:
     return sequence.priority, sequence.arrival_seq
 
 
-def _invalid(field: str, expected: str, got: object) -> InvalidRequestError:
-    return InvalidRequestError(
-        "INVALID_PARAMETER", f"{field}: expected {expected}, got {got}", field=field, expected=expected, got=got
-    )
-
-
-__all__ = ["BlockShortage", "SequencePool", "TableChange"]
+__all__ = ["MAX_ENTRIES_PER_BLOCK", "MAX_VICTIMS", "BlockShortage", "SequencePool", "TableChange"]

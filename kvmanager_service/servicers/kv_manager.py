@@ -194,7 +194,7 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
     ) -> pool_pb.UpdateSequencesResponse:
         """Serve `UpdateSequences`; see the proto."""
         async with RpcErrors(context):
-            return sequences.update_sequences(self._pools, request)
+            return await sequences.update_sequences(self._pools, request)
 
 
 def _arrival(view: RequestView) -> tuple[float, str]:

@@ -5,22 +5,28 @@ Station: called by `servicers.kv_manager`. What is wrong with one operation beco
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvplane.common.v1 import common_pb2
 from kvplane.kvmanager.v1 import sequence_pool_pb2 as pb
 
-from kvmanager_service.core.errors import CoreError, InvalidRequestError
+from kvmanager_service import sequence_pools
+from kvmanager_service.core.errors import CoreError, invalid_parameter
 from kvmanager_service.core.extra_keys import LoraAdapter
 from kvmanager_service.core.request import TOKEN_BYTES
 from kvmanager_service.core.sequence_pool import BlockShortage, SequencePool, TableChange
-from kvmanager_service.errors import to_status
+from kvmanager_service.errors import BatchTooLargeError, to_status
 from kvmanager_service.sequence_pools import OpenedPool, PoolSpec, SequencePools
 
-__all__ = ["MAX_OPERATIONS", "Pools", "close_pool", "list_pools", "open_pool", "update_sequences"]
+__all__ = ["MAX_ANSWER_BYTES", "MAX_OPERATIONS", "Pools", "close_pool", "list_pools", "open_pool", "update_sequences"]
 
 MAX_OPERATIONS = 16_384
+MAX_ANSWER_BYTES = 4 << 20
+"""Of the results of a batch: beyond it no operation is applied that is answered with a table. The table of all blocks
+that a manager has by default takes as much. The newest answer of each pool is kept."""
 MAX_ID_CHARS = 128
 MAX_SALT_CHARS = 256
 
@@ -51,32 +57,43 @@ def list_pools(pools: Pools) -> pb.ListPoolsResponse:
     return pb.ListPoolsResponse(pools=map(_to_info, pools.list()))
 
 
-def update_sequences(pools: Pools, request: pb.UpdateSequencesRequest) -> pb.UpdateSequencesResponse:
+async def update_sequences(pools: Pools, request: pb.UpdateSequencesRequest) -> pb.UpdateSequencesResponse:
     """Serve `UpdateSequences`; see the proto."""
     if len(request.operations) > MAX_OPERATIONS:
-        raise _invalid("operations", f"at most {MAX_OPERATIONS}", len(request.operations))
+        raise invalid_parameter("operations", f"at most {MAX_OPERATIONS}", len(request.operations))
     pool = pools.use(request.pool_id)
-
-    def apply() -> pb.UpdateSequencesResponse:
-        return pb.UpdateSequencesResponse(
-            batch_id=request.batch_id,
-            results=[_apply(pool.sequences, operation) for operation in request.operations],
-        )
-
-    try:
-        return pool.once(request.batch_id, request.SerializeToString(deterministic=True), apply)
-    except CoreError:
-        raise
-    except Exception:
-        pools.drop_broken(pool)
-        raise
+    return await pools.update(pool, request.batch_id, request, partial(_apply_all, pool, request))
 
 
-def _apply(pool: SequencePool, operation: pb.SequenceOperation) -> pb.SequenceResult:
+async def _apply_all(
+    pool: OpenedPool[pb.UpdateSequencesResponse], request: pb.UpdateSequencesRequest
+) -> pb.UpdateSequencesResponse:
+    results: list[pb.SequenceResult] = []
+    num_bytes = 0
+    turn_ends_at = time.monotonic() + sequence_pools.MAX_TURN_S
+    for operation in request.operations:
+        if time.monotonic() > turn_ends_at:
+            await pool.end_turn()
+            turn_ends_at = time.monotonic() + sequence_pools.MAX_TURN_S
+        result = _apply(pool.sequences, operation, num_bytes)
+        num_bytes += result.ByteSize()
+        results.append(result)
+    return pb.UpdateSequencesResponse(batch_id=request.batch_id, results=results)
+
+
+def _apply(pool: SequencePool, operation: pb.SequenceOperation, num_bytes: int) -> pb.SequenceResult:
+    """Apply an operation of a batch whose answer takes so many bytes as yet."""
     kind = operation.WhichOneof("operation")
     try:
         if kind is None:
-            raise _invalid("operation", "one that is set", "none")
+            raise invalid_parameter("operation", "one that is set", "none")
+        if num_bytes >= MAX_ANSWER_BYTES and kind in _ANSWERED_WITH_A_TABLE:
+            raise BatchTooLargeError(
+                "BATCH_TOO_LARGE",
+                f"expected a batch whose answer takes less than {MAX_ANSWER_BYTES} bytes, got {num_bytes} before this "
+                "operation; send it in the next batch",
+                max_bytes=MAX_ANSWER_BYTES,
+            )
         outcome = _OPERATIONS[kind](pool, getattr(operation, kind))
     except CoreError as error:
         return pb.SequenceResult(error=to_status(error).to_proto())
@@ -95,7 +112,7 @@ def _open(pool: SequencePool, message: pb.OpenSequence) -> TableChange | BlockSh
     _check_id("sequence_id", message.sequence_id)
     _check_length("cache_salt", message.cache_salt, 0, MAX_SALT_CHARS)
     if message.lora_revision and not message.lora_id:
-        raise _invalid("lora_revision", "none without lora_id", repr(message.lora_revision))
+        raise invalid_parameter("lora_revision", "none without lora_id", repr(message.lora_revision))
     return pool.open(
         message.sequence_id,
         _tokens(message.token_ids),
@@ -107,6 +124,7 @@ def _open(pool: SequencePool, message: pb.OpenSequence) -> TableChange | BlockSh
 
 
 def _extend(pool: SequencePool, message: pb.ExtendSequence) -> TableChange | BlockShortage:
+    _check_id("sequence_id", message.sequence_id)
     tokens, num_slots = _tokens(message.token_ids), _slots(message.num_slots)
     if message.num_computed_tokens:
         pool.commit(message.sequence_id, message.num_computed_tokens)
@@ -114,15 +132,18 @@ def _extend(pool: SequencePool, message: pb.ExtendSequence) -> TableChange | Blo
 
 
 def _commit(pool: SequencePool, message: pb.CommitSequence) -> None:
+    _check_id("sequence_id", message.sequence_id)
     pool.commit(message.sequence_id, message.num_computed_tokens)
 
 
 def _fork(pool: SequencePool, message: pb.ForkSequence) -> TableChange:
+    _check_id("sequence_id", message.sequence_id)
     _check_id("new_sequence_id", message.new_sequence_id)
     return pool.fork(message.sequence_id, message.new_sequence_id, message.num_tokens, priority=message.priority)
 
 
 def _close(pool: SequencePool, message: pb.CloseSequence) -> None:
+    _check_id("sequence_id", message.sequence_id)
     pool.close(message.sequence_id)
 
 
@@ -133,6 +154,7 @@ _OPERATIONS: dict[str, Callable[[SequencePool, Any], TableChange | BlockShortage
     "fork": _fork,
     "close": _close,
 }
+_ANSWERED_WITH_A_TABLE = frozenset(("open", "extend", "fork"))
 
 
 def _to_table(change: TableChange) -> pb.SequenceTable:
@@ -169,15 +191,15 @@ def _tokens(column: common_pb2.Int32Array) -> bytes:
     """The column's bytes. Raises InvalidRequestError for a part of a value, or a negative one."""
     data = column.data
     if len(data) % TOKEN_BYTES:
-        raise _invalid("token_ids", "a whole number of 4-byte values", f"{len(data)} bytes")
+        raise invalid_parameter("token_ids", "a whole number of 4-byte values", f"{len(data)} bytes")
     if data and max(data[TOKEN_BYTES - 1 :: TOKEN_BYTES]) > 0x7F:
-        raise _invalid("token_ids", "no negative value", "one")
+        raise invalid_parameter("token_ids", "no negative value", "one")
     return data
 
 
 def _slots(num_slots: int) -> int:
     if num_slots < 0:
-        raise _invalid("num_slots", "at least 0", num_slots)
+        raise invalid_parameter("num_slots", "at least 0", num_slots)
     return num_slots
 
 
@@ -187,10 +209,4 @@ def _check_id(field: str, value: str) -> None:
 
 def _check_length(field: str, value: str, least: int, most: int) -> None:
     if not least <= len(value) <= most:
-        raise _invalid(field, f"{least} to {most} characters", f"{len(value)}")
-
-
-def _invalid(field: str, expected: str, got: object) -> InvalidRequestError:
-    return InvalidRequestError(
-        "INVALID_PARAMETER", f"{field}: expected {expected}, got {got}", field=field, expected=expected, got=got
-    )
+        raise invalid_parameter(field, f"{least} to {most} characters", f"{len(value)}")

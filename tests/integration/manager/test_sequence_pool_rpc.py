@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -23,11 +24,13 @@ from kvplane_client import (
     OpenSequence,
     ResourceExhaustedError,
     SequenceDone,
+    SequenceOperation,
     SequencePool,
     SequenceTable,
 )
 
 from kvmanager_service import sequence_pools
+from kvmanager_service.servicers import sequences
 from tests.integration.manager.fake_engine import Manager, details
 
 
@@ -59,7 +62,8 @@ async def test_one_step_of_an_engine_is_one_call(pool: SequencePool) -> None:
     assert isinstance(forked, SequenceTable)
     assert isinstance(branch, SequenceTable)
     assert extended == opened[0] or extended.num_computed_tokens == 6
-    assert forked == SequenceTable(extended.block_ids, 6)
+    assert forked.num_computed_tokens == 6
+    assert forked.block_ids is branch.block_ids, "a table is what it is after the batch"
     assert branch.copies == ((extended.block_ids[1], branch.block_ids[1]),)
     assert branch.block_ids[0] == extended.block_ids[0]
 
@@ -75,6 +79,17 @@ async def test_extend_commits_first_if_asked(pool: SequencePool) -> None:
     assert closed == SequenceDone()
     assert isinstance(found, SequenceTable)
     assert found.num_computed_tokens == 12, "the commit stands"
+
+
+async def test_what_extend_commits_stands_when_the_rest_is_refused(pool: SequencePool) -> None:
+    await pool.update([OpenSequence("a", range(6)), OpenSequence("b", range(6))])
+    refused, closed, found = await pool.update(
+        [ExtendSequence("a", num_slots=3, num_computed_tokens=6), CloseSequence("a"), OpenSequence("c", range(6))]
+    )
+    assert isinstance(refused, InvalidArgumentError)
+    assert closed == SequenceDone()
+    assert isinstance(found, SequenceTable)
+    assert found.num_computed_tokens == 4
 
 
 async def test_one_refused_operation_disturbs_no_other(pool: SequencePool) -> None:
@@ -147,6 +162,137 @@ async def test_a_batch_sent_again_is_not_applied_again(manager: Manager, pool: S
         assert refused.value.code() is grpc.StatusCode.ABORTED
         assert details(refused.value)[0] == "STALE_BATCH"
     assert (await stub.UpdateSequences(batch(2, "b"))).results[0].WhichOneof("result") == "table"
+
+
+async def lose_answer(pool: SequencePool, *operations: SequenceOperation) -> None:
+    """Cancel an update when the manager has applied it and before the pool hears of that."""
+    send, lost = pool._update, pool._unanswered
+    applied = asyncio.Event()
+
+    async def hold_back(request: pb.UpdateSequencesRequest) -> pb.UpdateSequencesResponse:
+        response = await send(request)
+        if lost is not None and request is lost[0]:
+            return response
+        applied.set()
+        return await asyncio.Future()
+
+    pool._update = hold_back
+    update = asyncio.create_task(pool.update(operations))
+    await applied.wait()
+    update.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    pool._update = send
+
+
+async def test_an_update_that_is_cancelled_costs_the_pool_nothing(pool: SequencePool) -> None:
+    await pool.update([OpenSequence("a", range(6)), CommitSequence("a", 6), ForkSequence("a", "b")])
+    await lose_answer(pool, ExtendSequence("b", [6]))
+    (extended,) = await pool.update([ExtendSequence("b", [7, 8])])
+    assert isinstance(extended, SequenceTable)
+    assert len(extended.block_ids) == 3, "the second block, which the lost batch copied, and one more"
+    assert extended.copies == ()
+    ((operation, recovered),) = pool.recovered
+    assert operation == ExtendSequence("b", [6])
+    assert isinstance(recovered, SequenceTable)
+    assert [target for _, target in recovered.copies] == [extended.block_ids[1]], "the engine still has to make it"
+    assert await pool.update([CloseSequence("a"), CloseSequence("b")]) == [SequenceDone()] * 2
+    assert pool.recovered == []
+
+
+async def test_what_was_recovered_is_kept_until_an_update_returns(pool: SequencePool) -> None:
+    await lose_answer(pool, OpenSequence("a", range(6)))
+    await lose_answer(pool, CommitSequence("a", 6))
+    assert [type(operation) for operation, _ in pool.recovered] == [OpenSequence]
+    await lose_answer(pool, CloseSequence("a"))
+    assert await pool.update() == []
+    assert [type(operation) for operation, _ in pool.recovered] == [OpenSequence, CommitSequence, CloseSequence]
+
+
+async def test_a_batch_that_is_refused_as_a_whole_is_not_sent_again(pool: SequencePool) -> None:
+    with pytest.raises(InvalidArgumentError, match="operations"):
+        await pool.update([CloseSequence("a")] * (sequences.MAX_OPERATIONS + 1))
+    with pytest.raises(InvalidArgumentError, match="OpenSequence"):
+        await pool.update([OpenSequence("a", [1 << 40])])
+    (opened,) = await pool.update([OpenSequence("a", range(4))])
+    assert isinstance(opened, SequenceTable)
+    assert pool.recovered == []
+
+
+async def test_a_table_grows_in_place(pool: SequencePool) -> None:
+    (opened,) = await pool.update([OpenSequence("a", range(6))])
+    assert isinstance(opened, SequenceTable)
+    before = list(opened.block_ids)
+    (extended,) = await pool.update([ExtendSequence("a", [6, 7, 8])])
+    assert isinstance(extended, SequenceTable)
+    assert extended.block_ids is opened.block_ids, "no step costs as much as its context is long"
+    assert (extended.first_block, extended.block_ids[:2]) == (2, before)
+    _, forked = await pool.update([CommitSequence("a", 9), ForkSequence("a", "b", 8)])
+    assert isinstance(forked, SequenceTable)
+    assert forked.block_ids is not opened.block_ids
+    assert (forked.first_block, forked.block_ids) == (0, before)
+
+
+async def test_there_is_a_limit_to_sequences(pool: SequencePool) -> None:
+    await pool.update([OpenSequence("a", range(4)), CommitSequence("a", 4)])
+    *forked, refused = await pool.update([ForkSequence("a", f"b{number}") for number in range(8)])
+    assert all(isinstance(result, SequenceTable) for result in forked)
+    assert isinstance(refused, ResourceExhaustedError)
+    assert refused.reason == "TOO_MANY_SEQUENCES"
+
+
+async def test_there_is_a_limit_to_an_answer(pool: SequencePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequences, "MAX_ANSWER_BYTES", 1)
+    opened, refused, committed, closed = await pool.update(
+        [
+            OpenSequence("a", range(4)),
+            ExtendSequence("a", [1], num_computed_tokens=4),
+            CommitSequence("a", 4),
+            CloseSequence("a"),
+        ]
+    )
+    assert isinstance(opened, SequenceTable)
+    assert isinstance(refused, ResourceExhaustedError)
+    assert refused.reason == "BATCH_TOO_LARGE"
+    assert committed == closed == SequenceDone()
+
+
+async def test_a_pool_whose_name_was_drawn_is_opened_even_if_an_answer_is_lost(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = client._unary
+
+    async def call_twice(method: Any, request: Any) -> Any:
+        if isinstance(request, pb.OpenPoolRequest):
+            await call(method, request)
+        return await call(method, request)
+
+    monkeypatch.setattr(client, "_unary", call_twice)
+    made = await client.open_pool(5, 4)
+    assert [info.pool_id for info in await client.list_pools()] == [made.info.pool_id]
+    assert made.info.num_blocks == 5
+    (opened,) = await made.update([OpenSequence("a", [1])])
+    assert isinstance(opened, SequenceTable)
+    with pytest.raises(AlreadyExistsError):
+        await client.open_pool(5, pool_id="mine")
+
+
+async def test_a_drawn_name_that_is_still_being_made_is_drawn_anew(
+    client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = client._unary
+    drawn: list[str] = []
+
+    async def refuse_once(method: Any, request: Any) -> Any:
+        if isinstance(request, pb.OpenPoolRequest):
+            drawn.append(request.pool_id)
+            if len(drawn) == 1:
+                raise AlreadyExistsError("being made")
+        return await call(method, request)
+
+    monkeypatch.setattr(client, "_unary", refuse_once)
+    made = await client.open_pool(5, 4)
+    assert made.info.pool_id == drawn[1] != drawn[0]
 
 
 async def test_pools_are_listed_and_closed(client: AsyncClient, pool: SequencePool) -> None:

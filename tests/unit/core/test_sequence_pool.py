@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import random
 from array import array
 from collections.abc import Sequence
 
@@ -9,16 +11,26 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvmanager_service.core import is_compiled, sequence_pool
+from kvmanager_service.core.block import KVCacheBlock
 from kvmanager_service.core.errors import (
     DuplicateRequestError,
     InvalidRequestError,
     PoolExhaustedError,
+    TooManySequencesError,
     UnknownRequestError,
 )
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY
 from kvmanager_service.core.extra_keys import LoraAdapter
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
-from kvmanager_service.core.sequence_pool import BlockShortage, SequencePool, TableChange
+from kvmanager_service.core.request import Request
+from kvmanager_service.core.sequence_pool import (
+    MAX_ENTRIES_PER_BLOCK,
+    MAX_VICTIMS,
+    BlockShortage,
+    SequencePool,
+    TableChange,
+)
 
 BLOCK = 4
 
@@ -207,6 +219,124 @@ def test_victims_that_share_blocks_give_way_together() -> None:
     assert pool.extend("a", tokens([1])) == BlockShortage(1, 0, ("c", "b"))
 
 
+def test_nobody_is_named_when_those_behind_do_not_free_enough() -> None:
+    pool = make_pool(5)
+    opened(pool, "a", 4)
+    opened(pool, "b", 8)
+    opened(pool, "c", 4)
+    assert pool.extend("b", tokens(range(8))) == BlockShortage(2, 0, ()), "c alone frees one"
+    assert pool.extend("a", tokens(range(8))) == BlockShortage(2, 0, ("c", "b"))
+
+
+def test_victims_come_in_order_whatever_was_opened_and_closed() -> None:
+    drawn = random.Random(1)
+    pool = make_pool(41)
+    opened(pool, "first", 4, priority=-1)
+    for turn in range(300):
+        if len(pool.sequences) < 40 and drawn.random() < 0.6:
+            opened(pool, f"s{turn}", 4, priority=drawn.randrange(4))
+        else:
+            name = drawn.choice(list(pool.sequences))
+            if name != "first":
+                pool.close(name)
+        pool.check_integrity()
+    behind = sorted(pool.sequences.values(), key=lambda each: (-each.priority, -each.arrival_seq))
+    assert len(behind) > 10
+    assert behind.pop().request_id == "first"
+    shortage = pool.extend("first", tokens(range(39 * 4)))
+    assert isinstance(shortage, BlockShortage)
+    assert shortage.victim_ids == tuple(sequence.request_id for sequence in behind)
+
+
+@pytest.mark.skipif(is_compiled(), reason="compiled code looks no global up: nothing to count with")
+def test_a_shortage_looks_at_no_more_sequences_than_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch in which every sequence finds too few blocks would be quadratic otherwise."""
+    pool = make_pool(201)
+    for number in range(200):
+        opened(pool, f"s{number}", 4)
+    looked_at: list[Request] = []
+    rank = sequence_pool._rank
+
+    def note(sequence: Request) -> tuple[int, int]:
+        looked_at.append(sequence)
+        return rank(sequence)
+
+    monkeypatch.setattr(sequence_pool, "_rank", note)
+    assert pool.extend("s0", tokens([1])) == BlockShortage(1, 0, ("s199",))
+    assert pool.extend("s199", tokens([1])) == BlockShortage(1, 0, ())
+    assert len(looked_at) <= 8
+
+
+def test_no_more_victims_are_named_than_an_answer_should_hold() -> None:
+    count = MAX_VICTIMS + 1
+    pool = make_pool(2 + count)
+    opened(pool, "first", 4)
+    for number in range(count):
+        opened(pool, f"s{number}", 1)
+    shortage = pool.extend("first", tokens(range(MAX_VICTIMS * BLOCK)))
+    assert isinstance(shortage, BlockShortage)
+    assert len(shortage.victim_ids) == MAX_VICTIMS
+    assert pool.extend("first", tokens(range(count * BLOCK))) == BlockShortage(count, 0, ())
+
+
+def test_a_pool_has_no_more_sequences_than_blocks() -> None:
+    pool = make_pool(9)
+    opened(pool, "a", 4)
+    for number in range(7):
+        pool.fork("a", f"b{number}")
+    free = pool.kv.pool.num_free_blocks
+    with pytest.raises(TooManySequencesError, match="8 open sequences"):
+        pool.fork("a", "c")
+    with pytest.raises(TooManySequencesError, match="8 open sequences"):
+        pool.open("c", tokens([1]))
+    assert pool.kv.pool.num_free_blocks == free
+    pool.check_integrity()
+    pool.close("b0")
+    pool.fork("a", "c")
+
+
+@pytest.mark.parametrize("way", ["fork", "open"])
+def test_what_sequences_share_is_bounded(way: str) -> None:
+    """Neither takes a block for what it shares, so blocks do not bound it."""
+    pool = make_pool(1 + 64)
+    most = 64 * MAX_ENTRIES_PER_BLOCK
+    opened(pool, "a", 32 * BLOCK)
+
+    def share(name: str) -> TableChange | BlockShortage:
+        return pool.fork("a", name) if way == "fork" else pool.open(name, tokens(range(1_000, 1_000 + 32 * BLOCK)))
+
+    for number in range(most // 32 - 1):
+        assert isinstance(share(f"b{number}"), TableChange)
+    with pytest.raises(TooManySequencesError, match=f"at most {most} entries"):
+        share("c")
+    assert pool.num_entries == most
+    pool.check_integrity()
+    assert isinstance(pool.extend("a", tokens(range(BLOCK))), TableChange), "what takes blocks is bounded by them"
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("eviction_policy", ["lru", "fifo", "lfu", "priority"])
+def test_a_pool_that_is_dismantled_is_freed_by_reference_counts(eviction_policy: str) -> None:
+    def living() -> int:
+        return sum(type(thing) is KVCacheBlock for thing in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = living()
+        pool = make_pool(300, eviction_policy)
+        opened(pool, "a", 400)
+        opened(pool, "b", 400)
+        pool.fork("b", "c")
+        pool.close("a")
+        assert living() >= before + 300
+        pool.dismantle()
+        del pool
+        assert living() - before < 10, "sentinels of empty queues, which hold nothing"
+    finally:
+        gc.enable()
+
+
 def test_impossible_work_is_refused_at_once() -> None:
     pool = make_pool(5)
     with pytest.raises(InvalidRequestError, match="16 tokens"):
@@ -259,6 +389,11 @@ class NaiveEngine(RuleBasedStateMachine):
         self.tables: dict[str, list[int]] = {}
         self.next_name = 0
 
+    @property
+    def is_full(self) -> bool:
+        """Whether there are as many sequences as there may be; tables are too short here for the other bound."""
+        return len(self.texts) >= self.NUM_BLOCKS - 1
+
     def name(self) -> str:
         self.next_name += 1
         return f"s{self.next_name}"
@@ -282,6 +417,10 @@ class NaiveEngine(RuleBasedStateMachine):
     @rule(text=st.lists(st.integers(0, 1), min_size=1, max_size=14), priority=st.integers(0, 1))
     def open(self, text: list[int], priority: int) -> None:
         name = self.name()
+        if self.is_full:
+            with pytest.raises(TooManySequencesError):
+                self.pool.open(name, tokens(text))
+            return
         change = self.pool.open(name, tokens(text), priority=priority)
         if isinstance(change, TableChange):
             self.texts[name] = text
@@ -312,6 +451,10 @@ class NaiveEngine(RuleBasedStateMachine):
         parent = data.draw(st.sampled_from(sorted(self.texts)))
         length = data.draw(st.integers(1, len(self.texts[parent])))
         name = self.name()
+        if self.is_full:
+            with pytest.raises(TooManySequencesError):
+                self.pool.fork(parent, name, length)
+            return
         self.take(name, self.pool.fork(parent, name, length))
         self.texts[name] = self.texts[parent][:length]
 

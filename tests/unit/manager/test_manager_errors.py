@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 from kvmanager_service.core import errors as core
 from kvmanager_service.errors import (
     RULES,
+    BatchTooLargeError,
     ExecutorIdReusedError,
     ExecutorRejectedError,
     PreconditionError,
@@ -31,6 +32,8 @@ CODES = {
     core.EventsForgottenError: "OUT_OF_RANGE",
     core.PoolInUseError: "FAILED_PRECONDITION",
     core.RowFailedError: "INTERNAL",
+    core.TooManySequencesError: "RESOURCE_EXHAUSTED",
+    BatchTooLargeError: "RESOURCE_EXHAUSTED",
     ExecutorIdReusedError: "ALREADY_EXISTS",
     ExecutorRejectedError: "FAILED_PRECONDITION",
     PreconditionError: "FAILED_PRECONDITION",

@@ -13,7 +13,8 @@ from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.retention import RetentionRange
 from kvmanager_service.executor_client import ReadyExecutor, StepStream
-from kvmanager_service.step_loop import StepLoop, settle_heap
+from kvmanager_service.heap import settle_heap
+from kvmanager_service.step_loop import StepLoop
 from tests.integration.manager.fake_engine import until
 from tests.integration.manager.scripted_executor import Sink, answer, model_info
 from tests.unit.core.builders import make_new

@@ -221,7 +221,10 @@ class UpdateSequencesRequest(google.protobuf.message.Message):
     """
     @property
     def operations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SequenceOperation]:
-        """operations are applied one after the other; one that fails changes nothing and stops no other. At most 16,384."""
+        """operations are applied one after the other, at most 16,384. One that is refused stops no other, and has changed nothing but for
+        what an extend committed first. Once the results take 4 MiB, what would be answered with a table is refused with
+        RESOURCE_EXHAUSTED, BATCH_TOO_LARGE, and is for the next batch.
+        """
 
     def __init__(
         self,
@@ -287,7 +290,10 @@ Global___SequenceOperation: typing_extensions.TypeAlias = SequenceOperation
 
 @typing.final
 class OpenSequence(google.protobuf.message.Message):
-    """OpenSequence begins a sequence: its longest cached prefix is found, and blocks for the rest are taken."""
+    """OpenSequence begins a sequence: its longest cached prefix is found, and blocks for the rest are taken. One that is longer than
+    the whole pool gets INVALID_ARGUMENT, SEQUENCE_TOO_LONG. A pool has at most as many sequences as blocks (without the null block),
+    and 16 times as many entries in all block tables together; beyond that open gets RESOURCE_EXHAUSTED, TOO_MANY_SEQUENCES.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -335,7 +341,8 @@ Global___OpenSequence: typing_extensions.TypeAlias = OpenSequence
 @typing.final
 class ExtendSequence(google.protobuf.message.Message):
     """ExtendSequence makes a table hold more tokens, and the slots from the sequence's num_computed_tokens on its own: a
-    block that is about to be written and that another sequence holds, too, is copied first.
+    block that is about to be written and that another sequence holds, too, is copied first. A sequence that outgrows the whole pool
+    gets RESOURCE_EXHAUSTED, POOL_EXHAUSTED: unlike in open, no value is at fault.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -349,7 +356,9 @@ class ExtendSequence(google.protobuf.message.Message):
     num_slots: builtins.int
     """num_slots is how many tokens the table must hold. 0 means all known ones."""
     num_computed_tokens: builtins.int
-    """num_computed_tokens commits first, as CommitSequence does; that stands even if blocks run short then. 0 commits nothing."""
+    """num_computed_tokens commits first, as CommitSequence does. That stands whatever becomes of the rest: if blocks run short then,
+    and if it is refused. A commit that is refused itself has changed nothing, and nothing is extended. 0 commits nothing.
+    """
     @property
     def token_ids(self) -> kvplane.common.v1.common_pb2.Int32Array:
         """token_ids are tokens that became known since; they follow those known before."""
@@ -395,7 +404,7 @@ Global___CommitSequence: typing_extensions.TypeAlias = CommitSequence
 @typing.final
 class ForkSequence(google.protobuf.message.Message):
     """ForkSequence begins a sequence that shares the blocks of another one. Nothing is copied until one of them extends; the slots
-    that either holds beyond num_tokens are not its own until it does.
+    that either holds beyond num_tokens are not its own until it does. TOO_MANY_SEQUENCES as for open.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -485,7 +494,7 @@ class SequenceResult(google.protobuf.message.Message):
 
     @property
     def shortage(self) -> Global___BlockShortage:
-        """shortage says that too few blocks are free; nothing has changed."""
+        """shortage says that too few blocks are free; nothing has changed but for what an extend committed first."""
 
     @property
     def done(self) -> Global___SequenceDone:
@@ -493,7 +502,7 @@ class SequenceResult(google.protobuf.message.Message):
 
     @property
     def error(self) -> kvplane.common.v1.common_pb2.Error:
-        """error says why the operation was refused."""
+        """error says why the operation was refused; nothing has changed but for what an extend committed first."""
 
     def __init__(
         self,
@@ -573,8 +582,9 @@ class BlockShortage(google.protobuf.message.Message):
     """free_blocks is how many are free."""
     @property
     def victim_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """victim_ids are open sequences that should give way, first to last, and that together free enough. Empty means that the sequence
-        itself comes last: wait until another one closes, or close it when it is open.
+        """victim_ids are open sequences that should give way, first to last, and that together free enough. Empty means that none should:
+        the sequence itself comes last, or those behind it (4,096 at most are looked at) do not free enough. Wait until another one
+        closes, or close it when it is open.
         """
 
     def __init__(
