@@ -28,6 +28,10 @@ _T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
 _Context = grpc.aio.ServicerContext[Any, Any]
 
+MAX_EPOCH_DIGITS = 20
+EPOCH_KEY = "kvplane-kv-epoch"
+"""Metadata of an Execute call: the content that the caller has the books of."""
+
 
 class ExecutorServicer(pb_grpc.ExecutorServiceServicer):
     """Answers a manager.
@@ -102,7 +106,7 @@ class ExecutorServicer(pb_grpc.ExecutorServiceServicer):
     ) -> None:
         try:
             _ = self._session.model_info
-            with self._runner.open_stream() as stream:
+            with self._runner.open_stream(_epoch_of(context)) as stream:
                 await stream.pump(request_iterator, context.write)
         except ExecutorError as error:
             await abort_with(context, error)
@@ -178,3 +182,11 @@ def _kv_cache(cache: KvState) -> pb.KvCacheState:
         block_size=limits.block_size,
         num_host_blocks=limits.num_host_blocks,
     )
+
+
+def _epoch_of(context: _Context) -> int:
+    """The epoch that the caller of Execute says it knows; 0, which names none, without or with another text."""
+    for key, value in context.invocation_metadata() or ():
+        if key == EPOCH_KEY and isinstance(value, str) and value.isascii() and value.isdecimal():
+            return int(value[:MAX_EPOCH_DIGITS])
+    return 0

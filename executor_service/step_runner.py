@@ -14,8 +14,9 @@ Life of a step:
 
 Invariants:
     A step runs only if every step before it on its stream was computed without a failure. A stream takes over with its
-    first step, once that is found fit to run, and ends those opened before it: no step of theirs is taken up any more.
-    One that says nothing, or what cannot be run, disturbs nobody. Compute never runs on the event loop.
+    first step, once that is found fit to run, or at once when its caller knows the epoch, and ends those opened before
+    it: no step of theirs is taken up any more. One that says nothing, or what cannot be run, disturbs nobody. Compute
+    never runs on the event loop.
 """
 
 from __future__ import annotations
@@ -164,8 +165,11 @@ class StepRunner:
         self._stopping = False
 
     @contextmanager
-    def open_stream(self) -> Iterator[StepStream]:
+    def open_stream(self, kv_epoch: int = 0) -> Iterator[StepStream]:
         """Start a stream. It ends those opened before it, with ABORTED, once it has a first step to run.
+
+        Args:
+            kv_epoch: what the caller holds for the current content; if it is, the stream takes over at once.
 
         Raises:
             NotServingError: the executor is stopping.
@@ -174,6 +178,9 @@ class StepRunner:
             raise _stopping()
         stream = StepStream(self._submit)
         self._open.append(stream)
+        cache = self._session.cache
+        if cache is not None and kv_epoch == cache.limits.kv_epoch:
+            self._make_current(stream)
         try:
             yield stream
         finally:
@@ -212,6 +219,9 @@ class StepRunner:
             self._require_fit(stream, first)
         except Exception as error:
             raise _of_step(first.request.step_id, error) from error
+        self._make_current(stream)
+
+    def _make_current(self, stream: StepStream) -> None:
         self._current = stream
         for earlier in itertools.takewhile(lambda one: one is not stream, self._open):
             self._end(earlier, StaleError("STREAM_SUPERSEDED", "another Execute stream has taken over"))

@@ -9,6 +9,7 @@ was expected, what was got and what to do. Prompts, texts and token ids of reque
     ├── ExecutorRejectedError       the executor serves another model, or one that cannot be used
     ├── ExecutorIdReusedError       an executor id came back with another address
     ├── TooManyPoolsError           pools of engines with their own loop, or blocks in them, are as many as may be
+    ├── BatchTooLargeError          what a batch of operations on a pool brings is more than one answer may hold
     └── StaleBatchError             a batch of operations on a pool is neither the next nor the newest
 """
 

@@ -29,6 +29,7 @@ from kvmanager_service.errors import STATUS_DETAILS_KEY
 _Answer = TypeVar("_Answer")
 
 MAX_MESSAGE_BYTES = 256 << 20
+EPOCH_KEY = "kvplane-kv-epoch"
 UNARY_TIMEOUT_S = 30.0
 PROFILE_TIMEOUT_S = 900.0
 """A profile run is a real forward pass at the largest step, and a cache is memory to touch: both take a while."""
@@ -178,9 +179,14 @@ class ExecutorConnection:
             tagged += [tag for block_id, data in named_tags if (tag := decode_tag(block_id, data)) is not None]
         return tagged
 
-    def open_stream(self, on_event: Callable[[], None]) -> StepStream:
-        """Open the stream that steps go down. `on_event` is called when a result, or the end, has come."""
-        return StepStream(self._stub.Execute(), on_event)
+    def open_stream(self, on_event: Callable[[], None], kv_epoch: int = 0) -> StepStream:
+        """Open the stream that steps go down, and fence off whoever else sends steps.
+
+        Args:
+            on_event: called when a result, or the end, has come.
+            kv_epoch: the content that the steps will speak of.
+        """
+        return StepStream(self._stub.Execute(metadata=((EPOCH_KEY, str(kv_epoch)),)), on_event)
 
     async def close(self) -> None:
         """Close the channel; an open stream ends."""

@@ -119,7 +119,7 @@ class ExecutorLife:
         executor = prepared.executor
         self.model = prepared.model
         self._steps.fit(prepared.ready)
-        stream = prepared.connection.open_stream(self._steps.wake)
+        stream = prepared.connection.open_stream(self._steps.wake, self._steps.kv_epoch)
         try:
             await stream.connected()  # else the first step would be lost, and blamed for it
             self._registry.set_state(executor.executor_id, ExecutorState.ACTIVE)

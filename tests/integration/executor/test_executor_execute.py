@@ -376,6 +376,23 @@ async def test_execute_stream_without_a_step_leaves_the_other_alone_and_ends_whe
         await until(lambda: not server._runner._open)
 
 
+@pytest.mark.parametrize("said", ["the epoch", "another", "no number"])
+async def test_execute_stream_whose_caller_knows_the_epoch_takes_over_at_once_and_no_other(said):
+    """A manager fences off the one before it, before it relies on what the blocks hold."""
+    async with executing(None) as (server, client, epoch):
+        live = client.execute()
+        await live.step(decode(1, epoch, 0))
+        value = {"the epoch": str(epoch), "another": str(epoch + 1), "no number": "9" * 5000 + "x"}[said]
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            call = channel.stream_stream(f"/{SERVICE_NAME}/Execute")(metadata=(("kvplane-kv-epoch", value),))
+            if said == "the epoch":
+                assert error_info(await live.error()).reason == "STREAM_SUPERSEDED"
+            else:
+                await until(lambda: len(server._runner._open) == 2)
+                assert (await live.step(decode(2, epoch, 1))).step_id == 2
+            call.cancel()
+
+
 async def test_execute_stream_without_a_step_ends_when_the_executor_stops():
     async with executing(None) as (server, client, epoch):
         live = client.execute()

@@ -231,9 +231,9 @@ async def test_executor_that_can_not_be_reached_when_its_stream_is_opened_blames
     refusals = iter(range(MAX_FAILED_STEPS + 1))
     nowhere = ExecutorConnection("127.0.0.1:1")
 
-    def refused(connection: ExecutorConnection, on_event: object) -> StepStream:
+    def refused(connection: ExecutorConnection, on_event: object, kv_epoch: int) -> StepStream:
         reached = connection if next(refusals, None) is None else nowhere
-        return open_stream(reached, on_event)  # type: ignore[arg-type]
+        return open_stream(reached, on_event, kv_epoch)  # type: ignore[arg-type]
 
     async with running_split(ScriptedExecutor(), queue_ahead=False) as split:
         await serving(split.engine)

@@ -111,7 +111,9 @@ class ExecutorServiceServicer(object):
         no step queued behind it is run; the cache is as it was but for the slots those steps would have written. Errors:
         INVALID_ARGUMENT for a malformed step, FAILED_PRECONDITION without a cache, ABORTED for another epoch, a step id
         that does not grow, or when another Execute stream has taken over. A new stream starts its step ids anew. It takes
-        over from those opened before it with its first step, if that can be run; until then it disturbs none of them.
+        over from those opened before it with its first step, if that can be run, or at once when the call's metadata
+        "kvplane-kv-epoch" is the current epoch, in decimal: a manager fences off another that may still be alive. Until
+        then it disturbs none of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

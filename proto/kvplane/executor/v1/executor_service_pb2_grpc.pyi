@@ -51,7 +51,9 @@ class ExecutorServiceStub:
     no step queued behind it is run; the cache is as it was but for the slots those steps would have written. Errors:
     INVALID_ARGUMENT for a malformed step, FAILED_PRECONDITION without a cache, ABORTED for another epoch, a step id
     that does not grow, or when another Execute stream has taken over. A new stream starts its step ids anew. It takes
-    over from those opened before it with its first step, if that can be run; until then it disturbs none of them.
+    over from those opened before it with its first step, if that can be run, or at once when the call's metadata
+    "kvplane-kv-epoch" is the current epoch, in decimal: a manager fences off another that may still be alive. Until
+    then it disturbs none of them.
     """
     ListBlockTags: grpc.UnaryStreamMultiCallable[kvplane.executor.v1.executor_service_pb2.ListBlockTagsRequest, kvplane.executor.v1.executor_service_pb2.ListBlockTagsResponse]
     """ListBlockTags streams the tags of all tagged blocks, so that a manager that was restarted can adopt the cache.
@@ -91,7 +93,9 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     no step queued behind it is run; the cache is as it was but for the slots those steps would have written. Errors:
     INVALID_ARGUMENT for a malformed step, FAILED_PRECONDITION without a cache, ABORTED for another epoch, a step id
     that does not grow, or when another Execute stream has taken over. A new stream starts its step ids anew. It takes
-    over from those opened before it with its first step, if that can be run; until then it disturbs none of them.
+    over from those opened before it with its first step, if that can be run, or at once when the call's metadata
+    "kvplane-kv-epoch" is the current epoch, in decimal: a manager fences off another that may still be alive. Until
+    then it disturbs none of them.
     """
     ListBlockTags: grpc.aio.UnaryStreamMultiCallable[kvplane.executor.v1.executor_service_pb2.ListBlockTagsRequest, kvplane.executor.v1.executor_service_pb2.ListBlockTagsResponse]  # type: ignore[assignment]
     """ListBlockTags streams the tags of all tagged blocks, so that a manager that was restarted can adopt the cache.
@@ -152,7 +156,9 @@ class ExecutorServiceServicer(metaclass=abc.ABCMeta):
         no step queued behind it is run; the cache is as it was but for the slots those steps would have written. Errors:
         INVALID_ARGUMENT for a malformed step, FAILED_PRECONDITION without a cache, ABORTED for another epoch, a step id
         that does not grow, or when another Execute stream has taken over. A new stream starts its step ids anew. It takes
-        over from those opened before it with its first step, if that can be run; until then it disturbs none of them.
+        over from those opened before it with its first step, if that can be run, or at once when the call's metadata
+        "kvplane-kv-epoch" is the current epoch, in decimal: a manager fences off another that may still be alive. Until
+        then it disturbs none of them.
         """
 
     @abc.abstractmethod
