@@ -38,9 +38,11 @@ GRACE_S = 5.0
 """The same after each sign of life."""
 MAX_AT_ONCE = 4
 """Most candidates that are brought up at once."""
+UNREACHED_PATIENCE_S = 3.0
+"""How long a candidate that nobody has reached yet keeps its place when all are taken and another wants one."""
 PATIENCE_S = 30.0
-"""How long a candidate without a sign of life keeps its place when all are taken and another wants one. Each time it
-loses its place so, it keeps the next one twice as long: whatever a profile run takes, one attempt outlasts it."""
+"""The same for one that was reached, since its last sign of life. Each time it loses its place so, it keeps the next
+one twice as long: whatever a profile run takes, one attempt outlasts it."""
 MAX_PATIENCE_S = PROFILE_TIMEOUT_S
 """The doubling ends here: the longest call of a bring-up has ended by then."""
 BACKOFF_S = (0.1, 0.2, 0.5, 1.0)
@@ -77,22 +79,24 @@ class _Attempt:
         executor: who is brought up.
         seen_at: its last sign of life, or its beginning.
         grace_s: how long nobody else begins after that.
-        patience_s: how long it keeps its place after that.
+        patience_s: how long it keeps its place after that, once it was reached.
+        was_reached: whether there was any sign of life.
     """
 
     executor: RegisteredExecutor
     seen_at: float
     grace_s: float
     patience_s: float
+    was_reached: bool = False
 
     @property
     def loses_place_at(self) -> float:
         """When it may be given up for another that waits."""
-        return self.seen_at + self.patience_s
+        return self.seen_at + (self.patience_s if self.was_reached else UNREACHED_PATIENCE_S)
 
     def seen(self) -> None:
         """It shows a sign of life."""
-        self.seen_at, self.grace_s = _now(), GRACE_S
+        self.seen_at, self.grace_s, self.was_reached = _now(), GRACE_S, True
 
 
 class ExecutorRace:
@@ -206,7 +210,8 @@ class ExecutorRace:
 
     async def _take_place(self, attempt: _Attempt) -> None:
         """Give up one that was not ready in time; next time it has more of it."""
-        self._patience_s[attempt.executor.executor_id] = min(2 * attempt.patience_s, MAX_PATIENCE_S)
+        if attempt.was_reached:
+            self._patience_s[attempt.executor.executor_id] = min(2 * attempt.patience_s, MAX_PATIENCE_S)
         await self._give_up(attempt, ExecutorLostError("it was not ready in time, and others wait"))
 
     def _note_if_failed(self, task: asyncio.Task[PreparedExecutor]) -> None:

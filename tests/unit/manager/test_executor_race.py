@@ -106,11 +106,16 @@ class Track:
 
 @pytest.fixture(autouse=True)
 def _graces(monkeypatch: pytest.MonkeyPatch) -> None:
-    graces(monkeypatch, connect=FOR_EVER, grace=FOR_EVER, patience=FOR_EVER)
+    graces(monkeypatch, connect=FOR_EVER, grace=FOR_EVER, unreached=FOR_EVER, patience=FOR_EVER)
 
 
 def graces(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
-    names = {"connect": "CONNECT_GRACE_S", "grace": "GRACE_S", "patience": "PATIENCE_S"}
+    names = {
+        "connect": "CONNECT_GRACE_S",
+        "grace": "GRACE_S",
+        "unreached": "UNREACHED_PATIENCE_S",
+        "patience": "PATIENCE_S",
+    }
     for name, value in seconds.items():
         monkeypatch.setattr(executor_race, names[name], value)
 
@@ -227,7 +232,8 @@ async def test_race_one_whose_lease_ends_is_given_up() -> None:
 
 
 async def test_race_places_are_few_and_nobody_keeps_one_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    graces(monkeypatch, connect=0.0, patience=0.001)
+    """One that was not even reached keeps it for a short while only, whatever others are granted."""
+    graces(monkeypatch, connect=0.0, unreached=0.001)
     hung = [f"hung-{index}" for index in range(2 * MAX_AT_ONCE)]
     track = Track(*hung, "last")
     most: list[int] = []
@@ -256,7 +262,7 @@ async def test_race_places_all_taken_the_next_one_waits(monkeypatch: pytest.Monk
 
 
 async def test_race_one_that_gets_ready_while_another_is_given_up_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    graces(monkeypatch, connect=0.0, patience=0.001)
+    graces(monkeypatch, connect=0.0, unreached=0.001)
     names = [f"e{index}" for index in range(MAX_AT_ONCE)]
     track = Track(*names, "f0", "f1", "f2")  # who all want a place, so that it is a matter of one loop
 
@@ -273,7 +279,7 @@ async def test_race_one_that_gets_ready_while_another_is_given_up_wins(monkeypat
 
 
 async def test_race_those_that_all_need_long_take_turns_until_one_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    graces(monkeypatch, connect=0.0, grace=0.0, patience=0.005)
+    graces(monkeypatch, connect=0.0, grace=0.0, unreached=0.005, patience=0.005)
     monkeypatch.setattr(executor_race, "BACKOFF_S", (0.0,))
     begun: list[str] = []
 
