@@ -536,7 +536,7 @@ def test_simulation_copies_come_a_step_late_none_outlives_its_cache(monkeypatch:
     copies_come_a_step_late(monkeypatch)
     first, second = KVCacheManager(5, 4), KVCacheManager(5, 4)
     copy = BlockCopy(CopyDirection.DEVICE_TO_DEVICE, 1, 2)
-    first.copies.append(copy)
+    first.copies.orders.append(copy)
     assert StepPlan(1, None, first, SchedulerConfig()).make_step([]).copies == []
     assert StepPlan(1, None, second, SchedulerConfig()).make_step([]).copies == []
     assert StepPlan(2, None, first, SchedulerConfig()).make_step([]).copies == [copy]

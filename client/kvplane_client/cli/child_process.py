@@ -96,7 +96,7 @@ class ChildProcess:
                 # machine that does anything else several times the compute.
                 env={"GRPC_VERBOSITY": "NONE", "OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONUNBUFFERED": "1"},
             )
-        except OSError:
+        except BaseException:  # a cancellation, too: the other child may have ended already
             log.close()
             raise
         assert self._process.stdout is not None, "stdout is a pipe"
