@@ -61,7 +61,7 @@ def test_replay_any_part_of_a_healthy_life_is_healthy(seed: int) -> None:
     [
         (freed_blocks_keep_a_reference, 2),
         (hit_is_not_taken_out_of_the_free_queue, 6),
-        (provisional_blocks_survive_lost_steps, 12),
+        (provisional_blocks_survive_lost_steps, 8),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
