@@ -143,7 +143,10 @@ class ManagerConfig(BaseSettings):
         description="Most pools of engines that run their own loop (the block-table API); 0 refuses all.",
     )
     max_pool_blocks: int = Field(
-        1_048_576, ge=0, le=MAX_INT32, description="Most blocks of all those pools together: about 0.3 KB each."
+        1_048_576,
+        ge=0,
+        le=MAX_INT32,
+        description="Most blocks of all those pools together: 0.1 KB each, 0.4 KB while cached.",
     )
     lease_ms: int = Field(
         10_000, ge=300, le=3_600_000, description="How long an executor's registration is valid, in milliseconds."
