@@ -157,7 +157,7 @@ def test_simulation_crowded_lives_meet_every_end_of_a_copy() -> None:
             met["not back"] += stats.swapped_out > stats.swapped_in
             met["aborted"] += counts.faults.get("abort_swapped", 0)
             met["lost"] += counts.faults.get("lose_stream_that_copies", 0)
-    assert min(met.values()) > 1, met
+    assert min(met.values()) > 5, met
 
 
 def test_simulation_restarted_manager_adopts_the_cache_and_hits_it() -> None:
