@@ -46,7 +46,7 @@ test: $(INSTALLED) ## run the tests, those on real weights (SmolLM2, fetched onc
 
 .PHONY: test-compiled
 test-compiled: $(COMPILED)/.built ## run the manager's tests and the simulation on the core compiled by mypyc
-	$(WITH_COMPILED) $(BIN)/python -m pytest -o pythonpath= --import-mode=append \
+	$(WITH_COMPILED) $(BIN)/python -m pytest -o pythonpath= \
 	  -m "not soak and not patches_core" $(PYTEST_ARGS) tests/unit/core tests/unit/replay tests/unit/manager \
 	  tests/integration/manager tests/simulation
 

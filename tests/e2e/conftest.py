@@ -6,7 +6,8 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster
+
+from tests.e2e.cluster import Cluster
 
 _FAILED = pytest.StashKey[bool]()
 

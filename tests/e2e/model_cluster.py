@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, Event, ServiceProcess
+
+from tests.e2e.cluster import Cluster, Event, ServiceProcess
 
 START_NET_S = 900.0
 """Loading and profiling take seconds; on a machine that others use, minutes."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import grpc
 import pytest
-from cluster import Cluster, eventually, executor_address, settled
 from kvplane.common.v1 import common_pb2
 from kvplane.executor.v1 import executor_service_pb2 as executor_pb
 from kvplane.executor.v1 import executor_service_pb2_grpc as executor_grpc
@@ -26,9 +25,10 @@ from kvplane.kvmanager.v1 import kv_manager_service_pb2 as manager_pb
 from kvplane.kvmanager.v1 import kv_manager_service_pb2_grpc as manager_grpc
 from kvplane_client import NO_RETRY, AsyncClient, InternalError, ResourceExhaustedError
 from kvplane_client.errors import KvPlaneError, error_from_rpc, error_from_wire
-from load import VOCAB_SIZE, Job, Running, random_jobs, random_prompt
 
 from executor_service.backends.sim_digest import expected_tokens
+from tests.e2e.cluster import Cluster, eventually, executor_address, settled
+from tests.e2e.load import VOCAB_SIZE, Job, Running, random_jobs, random_prompt
 
 MAX_MODEL_LEN = 8192
 MIB = 1 << 20

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, settled
 from kvplane_client import NO_RETRY, FinishReason, GenerateOptions, NotFoundError, branch_seed
-from model_cluster import ModelCluster, model_cluster
 
+from tests.e2e.cluster import Cluster, settled
+from tests.e2e.model_cluster import ModelCluster, model_cluster
 from tests.unit.executor.step_builder import prompt_of, save_tiny_model
 
 PROMPT = [7 * index % 1000 for index in range(53)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from cluster import Cluster, settled
-from load import Running, random_jobs
+
+from tests.e2e.cluster import Cluster, settled
+from tests.e2e.load import Running, random_jobs
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])

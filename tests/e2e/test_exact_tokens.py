@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import settled
 from kvplane_client import NO_RETRY, AsyncClient, Completion, FinishReason
-from model_cluster import ModelCluster, model_cluster
-from model_reference import Drawn, Reference, trace_prompts, varied_prompts
 
 from executor_service.gguf_conversion import converted_folder, default_cache_dir
+from tests.e2e.cluster import settled
+from tests.e2e.model_cluster import ModelCluster, model_cluster
+from tests.e2e.model_reference import Drawn, Reference, trace_prompts, varied_prompts
 
 # A safety net: on a busy machine the reference alone takes minutes.
 pytestmark = [pytest.mark.model, pytest.mark.timeout(3000)]

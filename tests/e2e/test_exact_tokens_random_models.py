@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import settled
 from kvplane_client import NO_RETRY
-from model_cluster import ModelCluster, model_cluster
 
+from tests.e2e.cluster import settled
+from tests.e2e.model_cluster import ModelCluster, model_cluster
 from tests.unit.executor.step_builder import prompt_of, reference_tokens, save_tiny_model
 
 pytestmark = pytest.mark.timeout(1800)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from cluster import Cluster, Proxy, environment, eventually, executor_address, serving, settled, used_blocks
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvplane_client import (
     NO_RETRY,
@@ -25,7 +24,9 @@ from kvplane_client import (
     Stats,
     UnavailableError,
 )
-from load import Job, Running, random_jobs, random_prompt
+
+from tests.e2e.cluster import Cluster, Proxy, environment, eventually, executor_address, serving, settled, used_blocks
+from tests.e2e.load import Job, Running, random_jobs, random_prompt
 
 STEP_MS = 250
 """A step of the clusters in which steps are counted: far longer than it takes to notice that a client is gone."""

@@ -17,11 +17,11 @@ from typing import Any
 
 import psutil
 import pytest
-from cluster import Event, ServiceProcess, settled
 from kvplane_client import NO_RETRY, AsyncClient, ManagerState
-from model_cluster import ModelCluster, model_cluster, wait_patiently
 
 from executor_service.gguf_conversion import converted_folder, default_cache_dir
+from tests.e2e.cluster import Event, ServiceProcess, settled
+from tests.e2e.model_cluster import ModelCluster, model_cluster, wait_patiently
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(3000)]
 

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import Cluster
 
 from executor_service.gguf_conversion import converted_folder, default_cache_dir
+from tests.e2e.cluster import Cluster
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(1200)]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import ROOT, Cluster, executor_address
-from load import VOCAB_SIZE
 
 from executor_service.backends.sim_digest import expected_tokens
+from tests.e2e.cluster import ROOT, Cluster, executor_address
+from tests.e2e.load import VOCAB_SIZE
 
 STRANGER = Path(__file__).with_name("stranger")
 GENERATE = "kvplane.kvmanager.v1.InferenceService/Generate"

@@ -4,7 +4,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from kvplane_client import AsyncClient, RetryPolicy
-from scripted_manager import ScriptedManager, ThreadedManager
+
+from tests.integration.client.scripted_manager import ScriptedManager, ThreadedManager
 
 QUICK = RetryPolicy(max_attempts=4, initial_backoff=0.01, max_backoff=0.02)
 

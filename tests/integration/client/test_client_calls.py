@@ -41,7 +41,8 @@ from kvplane_client import (
     RetryPolicy,
     UnavailableError,
 )
-from scripted_manager import (
+
+from tests.integration.client.scripted_manager import (
     MODEL,
     TEXT,
     ScriptedManager,

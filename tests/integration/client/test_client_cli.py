@@ -21,9 +21,19 @@ from kvplane.kvmanager.v1 import executor_registry_service_pb2 as registry_pb
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 from kvplane.kvmanager.v1 import kv_manager_service_pb2 as manager_pb
 from kvplane_client.cli.main import app
-from scripted_manager import TEXT, ThreadedManager, answer, break_after, fail, failing_stream, hang_after, succeed_with
 from typer.main import get_command
 from typer.testing import CliRunner, Result
+
+from tests.integration.client.scripted_manager import (
+    TEXT,
+    ThreadedManager,
+    answer,
+    break_after,
+    fail,
+    failing_stream,
+    hang_after,
+    succeed_with,
+)
 
 COMMAND = [sys.executable, "-m", "kvplane_client.cli"]
 

@@ -23,7 +23,8 @@ from kvplane_client import (
     RetryPolicy,
     UnavailableError,
 )
-from scripted_manager import TEXT, ScriptedManager, pieces
+
+from tests.integration.client.scripted_manager import TEXT, ScriptedManager, pieces
 
 Orders = AsyncIterator[pb.GenerateManyRequest]
 

@@ -30,7 +30,8 @@ from kvplane_client import (
     UnavailableError,
     Usage,
 )
-from scripted_manager import (
+
+from tests.integration.client.scripted_manager import (
     TEXT,
     ScriptedManager,
     answer,

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 MANAGER = """
 import asyncio, json, os, pathlib, signal, sys
 from kvplane.kvmanager.v1 import executor_registry_service_pb2 as registry_pb
-from scripted_manager import ScriptedManager
+from tests.integration.client.scripted_manager import ScriptedManager
 
 here = pathlib.Path(os.environ["KVPLANE_TEST_FOLDER"])
 (here / "manager.json").write_text(json.dumps(sys.argv[1:]))
