@@ -55,6 +55,7 @@ class ParsedStep:
         which sampled token; written_blocks: (groups * T,), what the rows write, repeats allowed.
 
     Invariants:
+        feeds_in_order: every token of the step is fed, the i-th from sample i, as in most steps that only decode.
         token_ids is private and writable when rows are fed, with 0 at their places; all else is read-only.
     """
 
@@ -68,6 +69,7 @@ class ParsedStep:
     fed_rows: npt.NDArray[np.int64]
     fed_places: Int32
     feed_index: Int32
+    feeds_in_order: bool
     sampling: SamplingBatch | None
     copies: StepCopies
     tag_block_ids: Sequence[int]
@@ -105,6 +107,7 @@ def parse_step(request: pb.ExecuteRequest, limits: StepLimits) -> ParsedStep:
         fed_rows=fed_rows,
         fed_places=fed_places,
         feed_index=feed_index,
+        feeds_in_order=len(feed_index) == len(token_ids) and bool((feed_index == np.arange(len(feed_index))).all()),
         sampling=_sampling(request, seq_lens, limits),
         copies=_copies(request, limits),
         tag_block_ids=tag_block_ids,
@@ -129,15 +132,21 @@ def fill_batch(step_id: int, step: ParsedStep, sampled_before: Int32) -> tuple[S
     sampling = step.sampling
     failed: list[int] = []
     if len(step.fed_rows):
-        # The backend waits for this: no more array calls than it takes.
+        # The backend waits for this: no more array calls than it takes. Indexing by an array lets go of the interpreter
+        # lock, and the event loop, just woken, would keep it for as long as it builds a response; a slice does not.
+        num_fed = len(step.feed_index)
+        in_order = step.feeds_in_order and num_fed <= len(sampled_before)
         try:
-            tokens = sampled_before[step.feed_index]
+            tokens = sampled_before[:num_fed] if in_order else sampled_before[step.feed_index]
         except IndexError:
             raise _not_sampled(step, len(sampled_before)) from None
         if tokens.min() < 0:
             failed = step.fed_rows[tokens < 0].tolist()
             tokens = np.maximum(tokens, 0)
-        step.token_ids[step.fed_places] = tokens
+        if in_order:
+            step.token_ids[:] = tokens
+        else:
+            step.token_ids[step.fed_places] = tokens
         if sampling is not None and sampling.histories:
             fed = dict(zip(step.fed_rows.tolist(), tokens.tolist(), strict=True))
             sampling = dataclasses.replace(sampling, histories=_extended(sampling, fed))

@@ -6,7 +6,7 @@ from executor_service import sampling_input
 from executor_service.errors import InvalidFieldError
 from executor_service.input_batch import StepLimits, fill_batch, parse_step
 from executor_service.sampling_input import SamplingParser
-from tests.unit.executor_shell.executor_builders import Row, Sample, column, greedy, make_step
+from tests.unit.executor_shell.executor_builders import BLOCK_SIZE, Row, Sample, column, greedy, make_step
 
 NAN, INF = float("nan"), float("inf")
 NO_TOKENS = np.empty(0, dtype=np.int32)
@@ -326,3 +326,29 @@ def test_fill_batch_index_beyond_the_sampled_names_the_row():
         fill_batch(2, parse_step(make_fed(), make_limits()), np.array([41], dtype=np.int32))
     assert refused.value.metadata["field"] == "feeds_from[0]"
     assert refused.value.metadata["got"] == "1"
+
+
+def make_decode(*feeds):
+    """One row for each feed, each of one token."""
+    rows = [Row([-7], [index + 1], start=index % BLOCK_SIZE, feed=feed) for index, feed in enumerate(feeds)]
+    return parse_step(make_step(2, 1, rows, feeds_from_step_id=1), make_limits())
+
+
+@pytest.mark.parametrize(
+    ("feeds", "in_order"), [((0, 1, 2), True), ((0, 1), True), ((0, 2, 1), False), ((1, 2), False), ((0, 0), False)]
+)
+def test_fill_batch_feeds_each_row_its_sample_in_order_or_not(feeds, in_order):
+    step = make_decode(*feeds)
+    assert step.feeds_in_order == in_order
+    batch, failed = fill_batch(2, step, np.array([41, 42, 43], dtype=np.int32))
+    assert failed == []
+    assert batch.token_ids.tolist() == [41 + feed for feed in feeds]
+
+
+def test_fill_batch_in_order_still_refuses_what_was_not_sampled_and_marks_failed_rows():
+    with pytest.raises(InvalidFieldError) as refused:
+        fill_batch(2, make_decode(0, 1, 2), np.array([41, 42], dtype=np.int32))
+    assert refused.value.metadata["field"] == "feeds_from[2]"
+    batch, failed = fill_batch(2, make_decode(0, 1, 2), np.array([41, -1, 43], dtype=np.int32))
+    assert failed == [1]
+    assert batch.token_ids.tolist() == [41, 0, 43]
