@@ -1,7 +1,7 @@
 """The executor process: `python -m executor_service --help`.
 
-Exit status: 0 after SIGTERM or SIGINT, 1 when the address is taken, the model cannot be loaded or does
-not fit into the memory, 2 for a bad value. With --exit-with-parent 1 at the end of standard input.
+Exit status: 0 after SIGTERM or SIGINT, 1 when the address is taken, a library is missing, the model cannot be loaded or
+does not fit into the memory, 2 for a bad value. With --exit-with-parent 1 at the end of standard input.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+
+import structlog
 
 from executor_service.config import parse_config
 from executor_service.logging import configure_logging
@@ -21,9 +23,17 @@ def main() -> None:
     if config.exit_with_parent:
         exit_with_parent()
     configure_logging(config.log_level, config.log_format, executor_id=config.executor_id)
-    # Only now: gRPC reads how much its core may write when it is imported. And --help need not wait for it.
-    from executor_service.server import serve_until_signal  # noqa: PLC0415
-
+    try:
+        # Only now: gRPC reads how much its core may write when it is imported. And --help need not wait for it.
+        from executor_service.server import serve_until_signal  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("executor_service"):
+            raise
+        # What the manager and the client are installed with is not enough for an executor.
+        advice = "pip install 'kvplane[executor]', or 'kvplane[sim]' for --backend sim alone"
+        message = f"expected the libraries of an executor, got no {error.name}; {advice}"
+        structlog.get_logger("executor_service").error("library_missing", error=message)
+        sys.exit(1)
     status = asyncio.run(serve_until_signal(config))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -51,7 +51,11 @@ The torch backend needs the extra: pip install 'kvplane\\[executor]'.
 """
 _STOP_SECONDS = 10.0
 _READS_MODELS = "torch"
-_LIBRARIES = ("torch", "transformers")
+# What the built-in backends need beside what the manager needs, and what brings it. Others look after themselves.
+_LIBRARIES = {
+    "torch": (("torch", "transformers"), "pip install 'kvplane[executor]', or try --backend sim"),
+    "sim": (("numpy",), "pip install 'kvplane[sim]'"),
+}
 _EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -129,13 +133,10 @@ def _resolved(model: str | None, backend: str) -> str | None:
 
 def _check_installed(backend: str) -> None:
     """Refuses to start what would find out, after seconds, that a library is missing."""
-    missing = (
-        [name for name in _LIBRARIES if importlib.util.find_spec(name) is None] if backend == _READS_MODELS else []
-    )
-    if missing:
+    needed, advice = _LIBRARIES.get(backend, ((), ""))
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise CommandError(
-            f"--backend {backend}: expected {' and '.join(_LIBRARIES)}, got no {' and no '.join(missing)}; "
-            "pip install 'kvplane[executor]', or try --backend sim"
+            f"--backend {backend}: expected {' and '.join(needed)}, got no {' and no '.join(missing)}; {advice}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -288,15 +289,26 @@ def test_up_of_settings_that_a_service_refuses_exits_with_2_and_its_words(tmp_pa
     assert stderr.count("--watermark: expected less than 1; got '2'") == 1
 
 
+@pytest.mark.parametrize(
+    ("backend", "missing", "advice"),
+    [
+        ("torch", ["transformers"], "pip install 'kvplane[executor]', or try --backend sim"),
+        ("torch", ["torch", "transformers"], "pip install 'kvplane[executor]', or try --backend sim"),
+        ("sim", ["numpy"], "pip install 'kvplane[sim]'"),
+    ],
+)
 def test_up_without_the_libraries_of_its_backend_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str, missing: list[str], advice: str
 ) -> None:
-    monkeypatch.setattr("kvplane_client.cli.up._LIBRARIES", ("torch", "no_such_library"))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in missing else find_spec(name))
 
-    result = CliRunner().invoke(app, ["up", "--state-dir", str(tmp_path / "state"), "--port", "0"])
+    result = CliRunner().invoke(
+        app, ["up", "--backend", backend, "--state-dir", str(tmp_path / "state"), "--port", "0"]
+    )
 
     assert result.exit_code == 1
-    assert "got no no_such_library; pip install 'kvplane[executor]', or try --backend sim" in result.stderr
+    assert f"got no {' and no '.join(missing)}; {advice}" in result.stderr
     assert not (tmp_path / "state").exists()
 
 

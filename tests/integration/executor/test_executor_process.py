@@ -111,6 +111,15 @@ def test_process_whose_weights_exceed_the_memory_limit_stops_before_it_loads_the
         assert running.wait(timeout=60) == 1
 
 
+def test_process_installed_without_what_an_executor_needs_is_logged_and_exits_1():
+    """As the manager is, where numpy is missing."""
+    code = "import sys; sys.modules['numpy'] = None; from executor_service.__main__ import main; main()"
+    with process(command=("-c", code)) as running:
+        message = wait_for(running, "library_missing")["error"]
+        assert message.startswith("expected the libraries of an executor, got no numpy; pip install ")
+        assert running.wait(timeout=60) == 1
+
+
 def test_process_unknown_backend_is_logged_and_exits_1():
     with process("--backend", "abacus") as running:
         assert "expected one of" in wait_for(running, "backend_unavailable")["error"]
