@@ -303,7 +303,7 @@ async def test_abort_reaches_the_current_attempt_of_a_resumed_stream(
 
 
 async def test_abort_of_an_unknown_request_is_not_found(client: AsyncClient, manager: ScriptedManager) -> None:
-    manager.scripts.unary["Abort"] = [fail(grpc.StatusCode.NOT_FOUND, "no request 'x'", "UNKNOWN_REQUEST")]
+    manager.scripts.unary["Abort"] = [fail(grpc.StatusCode.NOT_FOUND, "no request 'x'", "REQUEST_NOT_FOUND")]
 
     with pytest.raises(NotFoundError, match="no request 'x'"):
         await client.abort("x")

@@ -60,14 +60,16 @@ class FakeEngine:
     def submit(self, request: NewRequest, sink: OutputSink, *branch_sinks: OutputSink) -> None:
         self._check()
         if request.request_id in self.open:
-            raise DuplicateRequestError("DUPLICATE_REQUEST", "expected a new id", request_id=request.request_id)
+            raise DuplicateRequestError("REQUEST_ID_IN_USE", "expected a new id", request_id=request.request_id)
         self.open[request.request_id] = (request, sink)
         for (branch_id, _), branch_sink in zip(request.branches, branch_sinks, strict=True):
             self.open[branch_id] = (request, branch_sink)
 
     def abort(self, request_id: str) -> None:
         if request_id not in self.open:
-            raise UnknownRequestError("UNKNOWN_REQUEST", "expected a waiting or running request", request_id=request_id)
+            raise UnknownRequestError(
+                "REQUEST_NOT_FOUND", "expected a waiting or running request", request_id=request_id
+            )
         self.aborted.append(request_id)
         self.step(request_id, finish=FinishReason.ABORT)
 

@@ -54,15 +54,18 @@ async def test_hopelessly_long_text_is_invalid_argument(manager: Manager) -> Non
 
 
 async def test_prompt_that_never_fits_the_pool_is_invalid_argument(manager: Manager) -> None:
-    manager.engine.refuse = InvalidRequestError("NEVER_FITS", "expected fewer tokens", num_blocks=3)
+    manager.engine.refuse = InvalidRequestError("SEQUENCE_TOO_LONG", "expected fewer tokens", num_blocks=3)
     error = await failure(manager, generate_request())
-    assert (error.code(), details(error)[:2]) == (grpc.StatusCode.INVALID_ARGUMENT, ("NEVER_FITS", {"num_blocks": "3"}))
+    assert (error.code(), details(error)[:2]) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        ("SEQUENCE_TOO_LONG", {"num_blocks": "3"}),
+    )
 
 
 async def test_unknown_id_is_not_found(manager: Manager) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await manager.inference.Abort(pb.AbortRequest(request_id="nobody"))
-    assert (caught.value.code(), details(caught.value)[0]) == (grpc.StatusCode.NOT_FOUND, "UNKNOWN_REQUEST")
+    assert (caught.value.code(), details(caught.value)[0]) == (grpc.StatusCode.NOT_FOUND, "REQUEST_NOT_FOUND")
 
 
 async def test_id_in_use_is_already_exists_and_disturbs_nobody(manager: Manager) -> None:
@@ -70,7 +73,7 @@ async def test_id_in_use_is_already_exists_and_disturbs_nobody(manager: Manager)
     await manager.engine.submitted("r")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await manager.inference.Generate(generate_request(request_id="r")).read()
-    assert (caught.value.code(), details(caught.value)[0]) == (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST")
+    assert (caught.value.code(), details(caught.value)[0]) == (grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE")
     manager.engine.step("r", 9, finish=FinishReason.LENGTH)
     assert [list(piece.token_ids) async for piece in first] == [[9]]
     assert manager.engine.aborted == []
