@@ -51,8 +51,9 @@ test-compiled: $(COMPILED)/.built ## run the manager's tests and the simulation 
 	  tests/integration/manager tests/simulation
 
 .PHONY: soak
-soak: $(INSTALLED) ## run the tests that take minutes
-	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+soak: $(INSTALLED) ## run the tests that take minutes, those on real weights included
+	@model=$${KVPLANE_TEST_MODEL:-$$($(BIN)/kvplane model pull smollm2)}; \
+	KVPLANE_TEST_MODEL="$$model" $(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
 # How long, and the first seed; without one, a random one.
 SECONDS ?= 60

@@ -22,6 +22,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show what the tests on a model have counted, such as ties: of a test that passes, pytest shows nothing else."""
+    counted = [report for report in terminalreporter.stats.get("passed", []) if "model" in report.keywords]
+    for report in counted:
+        if said := report.capstdout.strip():
+            terminalreporter.write_line(f"{report.nodeid.rpartition('/')[2]}: {'; '.join(said.splitlines())}")
+
+
 def finish(cluster: Cluster, *, failed: bool) -> None:
     """End a cluster: after a failure its logs are shown, else they are checked."""
     try:
