@@ -103,7 +103,10 @@ class ExecutorServer:
         try:
             port = self._server.add_insecure_port(wanted)
         except RuntimeError as error:
-            message = f"expected a free address to listen on, got {wanted}: {error}; choose another --host or --port"
+            message = (
+                f"expected an address that can be listened on, got {wanted}, which is in use or not this machine's;"
+                " choose another --host or --port"
+            )
             raise BindError(message) from error
         self.address = f"{host}:{port}"
         await self._server.start()

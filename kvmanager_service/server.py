@@ -132,8 +132,8 @@ class ManagerServer:
             self.port = self._server.add_insecure_port(address)
         except RuntimeError as error:
             raise ConfigError(
-                f"--host/--port: expected an address that can be listened on, got {address}: {error}. Stop what uses"
-                " it, or choose another"
+                f"--host/--port: expected an address that can be listened on, got {address}, which is in use or not"
+                " this machine's. Stop what uses it, or choose another"
             ) from error
         await self._server.start()
 

@@ -118,5 +118,5 @@ def _prefix(prefix: str | None, token_ids: str | None) -> str | list[int]:
 
 
 def _told(pinned: PinnedPrefix) -> str:
-    blocks = f"{pinned.num_tokens} tokens, {pinned.num_blocks} full blocks, {pinned.held_blocks} held"
+    blocks = f"{pinned.num_tokens} tokens, {pinned.held_blocks} of {pinned.num_blocks} full blocks held"
     return blocks if pinned.held_blocks == pinned.num_blocks else f"{blocks}; the rest once a request computes it"

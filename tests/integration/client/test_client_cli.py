@@ -152,7 +152,7 @@ def test_pin_takes_text_from_argument_or_stdin_or_token_ids(cli: Cli, threaded_m
     assert cli("pin", "system", stdin="from a pipe").exit_code == 0
     (document,) = lines(cli("pin", "system", "--token-ids", "1,2 3", "--json"))
 
-    assert first.stdout == ("pinned system: 70 tokens, 4 full blocks, 3 held; the rest once a request computes it\n")
+    assert first.stdout == ("pinned system: 70 tokens, 3 of 4 full blocks held; the rest once a request computes it\n")
     assert document == {"name": "system", "num_tokens": 70, "num_blocks": 4, "held_blocks": 3}
     assert threaded_manager.scripts.of("PinPrefix") == [
         manager_pb.PinPrefixRequest(name="system", text="Be brief.", cache_salt="s", tenant="t"),
