@@ -175,26 +175,28 @@ def stream_out(output: SyncGenerationStream, *, as_json: bool, stream: bool, as_
         as_ids: Print token ids in place of text, of which a model without a tokenizer has none.
     """
     builder, last, ends_line = CompletionBuilder(), None, True
-    for chunk in output:
-        builder.add(chunk)
-        last = chunk
+    try:
+        for chunk in output:
+            builder.add(chunk)
+            last = chunk
+            if not stream:
+                continue
+            if as_json:
+                print_json(chunk)
+            elif piece := _shown(chunk, as_ids):
+                write_text(piece)
+                ends_line = piece.endswith("\n")
         if not stream:
-            continue
-        if as_json:
-            print_json(chunk)
-        elif piece := _shown(chunk, as_ids):
-            write_text(piece)
-            ends_line = piece.endswith("\n")
-    if not stream:
-        completion = builder.build()
-        if as_json:
-            print_json(completion)
-        else:
-            whole = _shown(completion, as_ids)
-            write_text(whole)
-            ends_line = whole.endswith("\n")
-    if not as_json and not ends_line:
-        write_text("\n")
+            completion = builder.build()
+            if as_json:
+                print_json(completion)
+            else:
+                whole = _shown(completion, as_ids)
+                write_text(whole)
+                ends_line = whole.endswith("\n")
+    finally:
+        if not ends_line:  # what comes next may be an error's message
+            write_text("\n")
     return last
 
 

@@ -760,10 +760,13 @@ def test_interrupt_aborts_the_request_on_the_server(cli: Cli, threaded_manager: 
     assert process.stdout.read(1) != ""
 
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    with process:
+        assert process.stderr is not None
+        rest, stderr = process.stdout.read(), process.stderr.read()
 
     assert process.returncode == 130
     assert cancelled.wait(60)
+    assert rest.endswith("\n"), "what is said of it begins a line"
     assert "Traceback" not in stderr
     if as_json:
         assert json.loads(stderr)["error"]["code"] == "CANCELLED"
