@@ -175,6 +175,8 @@ def _metavar(field: FieldInfo) -> str:
     choices = getattr(field.annotation, "__args__", ())
     if choices and all(isinstance(choice, str) for choice in choices):
         return "|".join(choices)
+    if any(isinstance(taken, BeforeValidator) and taken.func is parse_size for taken in field.metadata):
+        return "SIZE"
     return {int: "N", float: "X"}.get(field.annotation, "N" if int in choices else "VALUE")  # type: ignore[arg-type]
 
 

@@ -80,6 +80,7 @@ def test_help_names_flag_environment_and_default_of_every_field(capsys):
         assert f"--{name.replace('_', '-')}" in shown
         assert f"[env:{ENV_PREFIX}{name.upper()}]" in shown
     assert "[default:0.9]" in shown
+    assert "--memory-limitSIZE" in shown
 
 
 def test_empty_environment_value_counts_as_unset(monkeypatch):
