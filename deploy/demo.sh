@@ -55,8 +55,9 @@ say "the same again: its prompt is found in the prefix cache"
 python3 - "$state/second.json" <<'PYTHON'
 import json, sys
 
-usage = json.load(open(sys.argv[1]))["usage"]
-print(f"prompt_tokens: {usage['prompt_tokens']}\ncached_tokens: {usage['cached_tokens']}")
+answer = json.load(open(sys.argv[1]))
+usage = answer["usage"]
+print(f"{answer['text']}\nprompt_tokens: {usage['prompt_tokens']}\ncached_tokens: {usage['cached_tokens']}")
 sys.exit("expected cached tokens in the second run, got none" if usage["cached_tokens"] == 0 else 0)
 PYTHON
 
