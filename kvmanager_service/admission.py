@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
+from kvmanager_service.callers import tenant_of_request
 from kvmanager_service.convert import check_request, to_new_request, token_array
 from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.core.request import NewRequest
@@ -85,6 +86,7 @@ class Admission:
         arrival_time = self._clock()
         model = self._engine.model()
         sampling = check_request(request, model)
+        request.tenant = tenant_of_request(request.tenant)  # the message is nobody else's
         self._engine.check_open()  # reading a prompt is work that a request with no chance should not cost
         prompt = await _encode(request, model)
         new = to_new_request(

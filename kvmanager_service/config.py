@@ -124,6 +124,15 @@ class ManagerConfig(BaseSettings):
         False,
         description="Share cached blocks only among requests of one tenant. Requests that name none are a tenant, too.",
     )
+    api_keys: str = Field(
+        "",
+        description="TOML file with the keys of tenants, operators and executors (docs/security.md), read anew on"
+        " SIGHUP. Without it everybody may call, and name any tenant.",
+    )
+    tls_certificate: str = Field(
+        "", description="PEM file with the certificate of the manager's port and its chain; needs --tls-key."
+    )
+    tls_key: str = Field("", description="PEM file with the certificate's private key, without a password.")
     queue_ahead: bool = Field(True, description="Send one step before the result of the last is known.")
     watermark: float = Field(
         0.01,
@@ -199,6 +208,11 @@ class ManagerConfig(BaseSettings):
                 f"fair_cached_weight at most fair_input_weight ({self.fair_input_weight}), since a token that is found"
                 f" costs no more than one that is computed; got {self.fair_cached_weight}"
             )
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            raise ValueError(
+                "tls_certificate and tls_key together, or neither for plain text; got"
+                f" {'tls_certificate' if self.tls_certificate else 'tls_key'} alone"
+            )
         return self
 
 
@@ -241,7 +255,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     for name, info in ManagerConfig.model_fields.items():
-        text = f"{info.description} Default: {info.default}. [{_env(name)}]".replace("%", "%%")
+        default = "none" if info.default == "" else info.default
+        text = f"{info.description} Default: {default}. [{_env(name)}]".replace("%", "%%")
         if info.annotation is bool:
             parser.add_argument(_flag(name), action=argparse.BooleanOptionalAction, default=None, help=text)
         else:

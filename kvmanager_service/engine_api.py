@@ -223,8 +223,12 @@ class Engine(Protocol):
             UnavailableError: no executor, draining, or broken.
         """
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, tenant: str | None = None) -> None:
         """End a waiting or running request with its branches, or a branch alone; its blocks are free within a step.
+
+        Args:
+            request_id: which.
+            tenant: whose it must be; None means anybody's.
 
         Raises:
             UnknownRequestError: no such request is waiting or running.

@@ -84,11 +84,11 @@ class EngineLoop:
         with self._kept_books():
             self._steps.submit(request, sink, *branch_sinks)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, tenant: str | None = None) -> None:
         """See `engine_api.Engine.abort`. The request's blocks are free when this returns."""
         self._books()
         with self._kept_books():
-            self._steps.abort(request_id)
+            self._steps.abort(request_id, tenant)
 
     def stats(self) -> EngineStats:
         """See `engine_api.Engine.stats`."""

@@ -10,7 +10,9 @@ was expected, what was got and what to do. Prompts, texts and token ids of reque
     ├── ExecutorIdReusedError       an executor id came back with another address
     ├── TooManyPoolsError           pools of engines with their own loop, or blocks in them, are as many as may be
     ├── BatchTooLargeError          what a batch of operations on a pool brings is more than one answer may hold
-    └── StaleBatchError             a batch of operations on a pool is neither the next nor the newest
+    ├── StaleBatchError             a batch of operations on a pool is neither the next nor the newest
+    ├── UnauthenticatedError        a call without a key that the manager knows
+    └── PermissionDeniedError       a key that is not for this method, or not for that tenant
 """
 
 from __future__ import annotations
@@ -52,10 +54,12 @@ __all__ = [
     "ErrorStatus",
     "ExecutorIdReusedError",
     "ExecutorRejectedError",
+    "PermissionDeniedError",
     "PreconditionError",
     "RpcErrors",
     "StaleBatchError",
     "TooManyPoolsError",
+    "UnauthenticatedError",
     "UnavailableError",
     "abort_with",
     "to_status",
@@ -97,6 +101,14 @@ class StaleBatchError(CoreError):
     """A batch of operations on a pool is neither the next nor the newest."""
 
 
+class UnauthenticatedError(CoreError):
+    """A call comes without a key that the manager knows."""
+
+
+class PermissionDeniedError(CoreError):
+    """The caller's key is not for this method, or not for that tenant."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """What an exception type becomes."""
@@ -125,6 +137,8 @@ RULES: dict[type[CoreError], Rule] = {
     ExecutorRejectedError: Rule(grpc.StatusCode.FAILED_PRECONDITION),
     UnavailableError: Rule(grpc.StatusCode.UNAVAILABLE),
     RowFailedError: Rule(grpc.StatusCode.INTERNAL),
+    UnauthenticatedError: Rule(grpc.StatusCode.UNAUTHENTICATED),
+    PermissionDeniedError: Rule(grpc.StatusCode.PERMISSION_DENIED),
 }
 """The table. A type that is not in it, and has no parent in it, is a fault of ours: INTERNAL."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kvplane.kvmanager.v1 import kv_manager_service_pb2 as pb
 
+from kvmanager_service.callers import tenant_of_request
 from kvmanager_service.convert import check_pin, to_pinned_prefix, token_array
 from kvmanager_service.engine_api import Engine, PinView
 from kvmanager_service.errors import PreconditionError
@@ -28,6 +29,7 @@ async def pin_prefix(engine: Engine, request: pb.PinPrefixRequest, *, isolate_te
     """
     model = engine.model()
     check_pin(request, model)
+    request.tenant = tenant_of_request(request.tenant)  # the message is nobody else's
     if request.HasField("token_ids"):
         prefix = token_array(request.token_ids.ids)
     elif model.text is None:

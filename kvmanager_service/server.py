@@ -1,4 +1,4 @@
-"""The gRPC server of the manager: services, health, reflection.
+"""The gRPC server of the manager: services, health, reflection; who may call, and TLS.
 
 Station: built by `process` (and by tests, with another engine) and nothing else. It decides no request's fate.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from pathlib import Path
 
 import grpc
+import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from kvplane.kvmanager.v1 import (
@@ -21,6 +23,9 @@ from kvplane.kvmanager.v1 import (
 )
 
 from kvmanager_service.admission import Admission
+from kvmanager_service.api_keys import KeyRing, read_api_keys
+from kvmanager_service.authentication import Authentication
+from kvmanager_service.callers import Role
 from kvmanager_service.config import ConfigError, ManagerConfig
 from kvmanager_service.engine_api import Engine
 from kvmanager_service.malformed_requests import MalformedRequests
@@ -28,8 +33,11 @@ from kvmanager_service.registry import ExecutorRegistry
 from kvmanager_service.servicers.executor_registry import ExecutorRegistryServicer
 from kvmanager_service.servicers.inference import InferenceServicer
 from kvmanager_service.servicers.kv_manager import KvManagerServicer
+from kvmanager_service.tls import server_credentials
 
 __all__ = ["SERVICE_NAMES", "Health", "ManagerServer"]
+
+_log = structlog.get_logger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _OPTIONS = (
@@ -96,6 +104,9 @@ class ManagerServer:
     Attributes:
         manager_id: unique to this run.
         port: the port it listens on, once started.
+
+    Raises:
+        ConfigError: a file of keys, or of the certificate, will not do.
     """
 
     def __init__(self, config: ManagerConfig, engine: Engine, registry: ExecutorRegistry, health: Health) -> None:
@@ -104,7 +115,14 @@ class ManagerServer:
         self._address = f"[{config.host}]" if ":" in config.host else config.host
         self._wanted_port = config.port
         self._health = health
-        self._server = grpc.aio.server(interceptors=(MalformedRequests(),), options=_OPTIONS)
+        self._credentials = (
+            server_credentials(Path(config.tls_certificate), Path(config.tls_key)) if config.tls_certificate else None
+        )
+        self._key_file = Path(config.api_keys)
+        self._authentication = Authentication(self._read_keys()) if config.api_keys else None
+        # Outermost, so that nothing of a call is looked at before its key.
+        authentication = () if self._authentication is None else (self._authentication,)
+        self._server = grpc.aio.server(interceptors=(*authentication, MalformedRequests()), options=_OPTIONS)
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceServicer(engine, Admission(engine, isolate_tenants=config.isolate_tenants)), self._server
         )
@@ -129,13 +147,30 @@ class ManagerServer:
         await self._health.start()
         address = f"{self._address}:{self._wanted_port}"
         try:
-            self.port = self._server.add_insecure_port(address)
+            if self._credentials is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, self._credentials)
         except RuntimeError as error:
             raise ConfigError(
                 f"--host/--port: expected an address that can be listened on, got {address}, which is in use or not"
                 " this machine's. Stop what uses it, or choose another"
             ) from error
         await self._server.start()
+
+    def reload_keys(self) -> None:
+        """Read the key file anew; one that will not do changes nothing and is logged. Nothing without --api-keys."""
+        if self._authentication is None:
+            return
+        try:
+            self._authentication.keys = self._read_keys()
+        except ConfigError as error:
+            _log.error("api_keys_refused", error=str(error), note="the keys read before still count")
+
+    def _read_keys(self) -> KeyRing:
+        keys = read_api_keys(self._key_file)
+        _log.info("api_keys_read", **{f"{role.value}s": keys.count(role) for role in Role})
+        return keys
 
     async def stop(self, grace_s: float) -> None:
         """Stop listening and end the calls that are left after `grace_s` seconds."""

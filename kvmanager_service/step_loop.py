@@ -86,9 +86,9 @@ class StepLoop:
             self._sinks[branch_id] = branch_sink
         self._wake.set()
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, tenant: str | None = None) -> None:
         """See `engine_api.Engine.abort`. The request's blocks are free when this returns."""
-        self._books_now().abort(request_id)
+        self._books_now().abort(request_id, tenant)
         self._publish()
 
     def reset_prefix_cache(self) -> int:

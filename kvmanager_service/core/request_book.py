@@ -129,17 +129,19 @@ class RequestBook:
         """The waiting or running request of that id. Raises UnknownRequestError."""
         request = self.requests.get(request_id)
         if request is None:
-            raise UnknownRequestError(
-                "REQUEST_NOT_FOUND",
-                f"expected the id of a waiting or running request, got {request_id!r}; it may have finished",
-                request_id=request_id,
-            )
+            raise _not_found(request_id)
         return request
 
-    def members(self, request_id: str) -> list[Request]:
-        """All sequences of a waiting or running request, or one of them by its own id. Raises UnknownRequestError."""
+    def members(self, request_id: str, tenant: str | None = None) -> list[Request]:
+        """All sequences of a waiting or running request, or one of them by its own id. Raises UnknownRequestError.
+
+        So it does when the request is not of the tenant that is named: nobody learns which ids others use.
+        """
         family = self.families.get(request_id)
-        return [self.known(request_id)] if family is None else list(family.values())
+        members = [self.known(request_id)] if family is None else list(family.values())
+        if tenant is not None and members[0].tenant != tenant:
+            raise _not_found(request_id)
+        return members
 
     def has_room(self, request: Request) -> bool:
         """Whether a waiting request may run: there is a place for it, and one for each that will be forked from it."""
@@ -254,3 +256,11 @@ class RequestBook:
             assert not request.blocks, f"{request!r} waits and holds blocks"
         for request in self.running.values():
             assert request.status is RequestStatus.RUNNING, f"{request!r} is in running"
+
+
+def _not_found(request_id: str) -> UnknownRequestError:
+    return UnknownRequestError(
+        "REQUEST_NOT_FOUND",
+        f"expected the id of a waiting or running request, got {request_id!r}; it may have finished",
+        request_id=request_id,
+    )

@@ -136,13 +136,17 @@ class Scheduler:
             self.book.admitted(request)
         return request
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, tenant: str | None = None) -> None:
         """End a request with all its branches, or one branch, wherever it stands; its blocks are free on return.
 
+        Args:
+            request_id: which.
+            tenant: whose it must be; None means anybody's.
+
         Raises:
-            UnknownRequestError: it is neither waiting nor running.
+            UnknownRequestError: it is neither waiting nor running, or another tenant's.
         """
-        for request in self.book.members(request_id):
+        for request in self.book.members(request_id, tenant):
             if request.status is not _FINISHED:
                 self._finish(request, FinishReason.ABORT)
 

@@ -16,6 +16,7 @@ from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 from kvplane.kvmanager.v1 import inference_service_pb2_grpc as pb_grpc
 
 from kvmanager_service.admission import Admission
+from kvmanager_service.callers import own_tenant
 from kvmanager_service.convert import check_request_id
 from kvmanager_service.core.errors import UnknownRequestError
 from kvmanager_service.engine_api import Engine
@@ -66,7 +67,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         """Serve `Abort`; see the proto."""
         async with RpcErrors(context):
             check_request_id(request.request_id)
-            self._engine.abort(request.request_id)
+            self._engine.abort(request.request_id, own_tenant())
         return pb.AbortResponse()
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:  # noqa: N802

@@ -13,6 +13,7 @@ from kvplane.kvmanager.v1 import kv_manager_service_pb2 as pb
 from kvplane.kvmanager.v1 import kv_manager_service_pb2_grpc as pb_grpc
 from kvplane.kvmanager.v1 import sequence_pool_pb2 as pool_pb
 
+from kvmanager_service.callers import own_tenant
 from kvmanager_service.config import ManagerConfig
 from kvmanager_service.convert import check_pin_name
 from kvmanager_service.core.block_history import BlockMoment, BlockRecord
@@ -101,11 +102,13 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
             size = page_size(request.page_size, default=100, most=1_000)
             after = read_request_token(request.page_token)
             views = self._engine.requests(include_finished=request.include_finished)
+            tenant = own_tenant()
             views.sort(key=_arrival)
             chosen = [
                 view
                 for view in views
                 if (not request.request_id or view.request_id == request.request_id)
+                and (tenant is None or view.tenant == tenant)
                 and (after is None or _arrival(view) > after)
             ]
             page = chosen[:size]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
@@ -65,8 +66,8 @@ class FakeEngine:
         for (branch_id, _), branch_sink in zip(request.branches, branch_sinks, strict=True):
             self.open[branch_id] = (request, branch_sink)
 
-    def abort(self, request_id: str) -> None:
-        if request_id not in self.open:
+    def abort(self, request_id: str, tenant: str | None = None) -> None:
+        if request_id not in self.open or tenant not in (None, self.open[request_id][0].tenant):
             raise UnknownRequestError(
                 "REQUEST_NOT_FOUND", "expected a waiting or running request", request_id=request_id
             )
@@ -169,13 +170,18 @@ class Manager:
 
 
 @asynccontextmanager
-async def running_manager(clock: Callable[[], float] = lambda: 0.0) -> AsyncIterator[Manager]:
-    """Serve a fake engine on a free port."""
-    config = ManagerConfig(port=0)
+async def running_manager(
+    clock: Callable[[], float] = lambda: 0.0, credentials: grpc.ChannelCredentials | None = None, **settings: Any
+) -> AsyncIterator[Manager]:
+    """Serve a fake engine on a free port, with these settings; credentials are for a server with TLS."""
+    config = ManagerConfig(port=0, **settings)
     engine, registry, health = FakeEngine(), ExecutorRegistry(clock, config.lease_ms), Health()
     server = ManagerServer(config, engine, registry, health)
     await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+    address = f"127.0.0.1:{server.port}"
+    async with (
+        grpc.aio.secure_channel(address, credentials) if credentials else grpc.aio.insecure_channel(address)
+    ) as channel:
         yield Manager(engine, registry, health, server, channel)
     await server.stop(0)
 

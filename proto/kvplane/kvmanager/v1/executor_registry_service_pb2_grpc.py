@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ExecutorRegistryServiceStub(object):
-    """ExecutorRegistryService keeps the list of executors.
+    """ExecutorRegistryService keeps the list of executors. A manager with --api-keys lets executors register, and shows them
+    to executors and operators.
     """
 
     def __init__(self, channel):
@@ -48,7 +49,8 @@ class ExecutorRegistryServiceStub(object):
 
 
 class ExecutorRegistryServiceServicer(object):
-    """ExecutorRegistryService keeps the list of executors.
+    """ExecutorRegistryService keeps the list of executors. A manager with --api-keys lets executors register, and shows them
+    to executors and operators.
     """
 
     def Register(self, request, context):
@@ -93,7 +95,8 @@ def add_ExecutorRegistryServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ExecutorRegistryService(object):
-    """ExecutorRegistryService keeps the list of executors.
+    """ExecutorRegistryService keeps the list of executors. A manager with --api-keys lets executors register, and shows them
+    to executors and operators.
     """
 
     @staticmethod

@@ -21,7 +21,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ExecutorRegistryServiceStub:
-    """ExecutorRegistryService keeps the list of executors."""
+    """ExecutorRegistryService keeps the list of executors. A manager with --api-keys lets executors register, and shows them
+    to executors and operators.
+    """
 
     @typing.overload
     def __new__(cls, channel: grpc.Channel) -> ExecutorRegistryServiceStub: ...
@@ -41,7 +43,9 @@ class ExecutorRegistryServiceStub:
 
 @typing.type_check_only
 class ExecutorRegistryServiceAsyncStub(ExecutorRegistryServiceStub):
-    """ExecutorRegistryService keeps the list of executors."""
+    """ExecutorRegistryService keeps the list of executors. A manager with --api-keys lets executors register, and shows them
+    to executors and operators.
+    """
 
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     Register: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.RegisterRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.RegisterResponse]  # type: ignore[assignment]
@@ -57,7 +61,9 @@ class ExecutorRegistryServiceAsyncStub(ExecutorRegistryServiceStub):
     """ListExecutors returns the executors whose lease is valid, in order of registration."""
 
 class ExecutorRegistryServiceServicer(metaclass=abc.ABCMeta):
-    """ExecutorRegistryService keeps the list of executors."""
+    """ExecutorRegistryService keeps the list of executors. A manager with --api-keys lets executors register, and shows them
+    to executors and operators.
+    """
 
     @abc.abstractmethod
     def Register(

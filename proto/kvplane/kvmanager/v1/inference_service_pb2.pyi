@@ -57,8 +57,9 @@ class GenerateRequest(google.protobuf.message.Message):
     tenant: builtins.str
     """tenant names whose request this is, at most 256 characters. The fair policy gives each tenant its share; the other
     policies ignore it. Where the manager isolates tenants (SchedulerSettings.isolate_tenants), only requests of the same
-    tenant share blocks. Empty is one tenant, too: all requests that name none share it. It is not authenticated:
-    where clients are not trusted, a gateway sets it.
+    tenant share blocks. With a manager that has --api-keys, empty means the owner of the call's key; a tenant that names
+    another gets PERMISSION_DENIED, an operator may name any. Without, it is not authenticated, and empty is one tenant,
+    too: all requests that name none share it.
     """
     retention_priority: builtins.int
     """retention_priority says how long the request's blocks are worth keeping once it has ended, in [-100, 100]; higher

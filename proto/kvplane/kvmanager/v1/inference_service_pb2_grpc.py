@@ -29,7 +29,9 @@ class InferenceServiceStub(object):
     """InferenceService generates text. Every user-visible thing KVPlane offers is a client of it.
 
     Errors carry google.rpc.ErrorInfo with domain "kvplane". UNAVAILABLE (starting, draining, no executor) and
-    RESOURCE_EXHAUSTED (queue full, with RetryInfo) may be tried again; the others may not.
+    RESOURCE_EXHAUSTED (queue full, with RetryInfo) may be tried again; the others may not. A manager with --api-keys
+    wants metadata "authorization: Bearer KEY" with each call of its services: without a key that it knows, UNAUTHENTICATED;
+    with one that is not for the method, PERMISSION_DENIED. The methods of this service are for tenants and operators.
     """
 
     def __init__(self, channel):
@@ -64,7 +66,9 @@ class InferenceServiceServicer(object):
     """InferenceService generates text. Every user-visible thing KVPlane offers is a client of it.
 
     Errors carry google.rpc.ErrorInfo with domain "kvplane". UNAVAILABLE (starting, draining, no executor) and
-    RESOURCE_EXHAUSTED (queue full, with RetryInfo) may be tried again; the others may not.
+    RESOURCE_EXHAUSTED (queue full, with RetryInfo) may be tried again; the others may not. A manager with --api-keys
+    wants metadata "authorization: Bearer KEY" with each call of its services: without a key that it knows, UNAUTHENTICATED;
+    with one that is not for the method, PERMISSION_DENIED. The methods of this service are for tenants and operators.
     """
 
     def Generate(self, request, context):
@@ -91,7 +95,8 @@ class InferenceServiceServicer(object):
 
     def Abort(self, request, context):
         """Abort ends a request, all its outputs. Its stream gets a last message with FINISH_REASON_ABORT for each that has not
-        ended. Errors: NOT_FOUND when no such request is waiting or running.
+        ended. Errors: NOT_FOUND when no such request is waiting or running, or it is of another tenant than the key that a
+        tenant comes with.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -139,7 +144,9 @@ class InferenceService(object):
     """InferenceService generates text. Every user-visible thing KVPlane offers is a client of it.
 
     Errors carry google.rpc.ErrorInfo with domain "kvplane". UNAVAILABLE (starting, draining, no executor) and
-    RESOURCE_EXHAUSTED (queue full, with RetryInfo) may be tried again; the others may not.
+    RESOURCE_EXHAUSTED (queue full, with RetryInfo) may be tried again; the others may not. A manager with --api-keys
+    wants metadata "authorization: Bearer KEY" with each call of its services: without a key that it knows, UNAUTHENTICATED;
+    with one that is not for the method, PERMISSION_DENIED. The methods of this service are for tenants and operators.
     """
 
     @staticmethod

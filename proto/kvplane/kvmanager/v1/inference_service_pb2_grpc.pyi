@@ -24,7 +24,9 @@ class InferenceServiceStub:
     """InferenceService generates text. Every user-visible thing KVPlane offers is a client of it.
 
     Errors carry google.rpc.ErrorInfo with domain "kvplane". UNAVAILABLE (starting, draining, no executor) and
-    RESOURCE_EXHAUSTED (queue full, with RetryInfo) may be tried again; the others may not.
+    RESOURCE_EXHAUSTED (queue full, with RetryInfo) may be tried again; the others may not. A manager with --api-keys
+    wants metadata "authorization: Bearer KEY" with each call of its services: without a key that it knows, UNAUTHENTICATED;
+    with one that is not for the method, PERMISSION_DENIED. The methods of this service are for tenants and operators.
     """
 
     @typing.overload
@@ -47,7 +49,8 @@ class InferenceServiceStub:
     """
     Abort: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.AbortRequest, kvplane.kvmanager.v1.inference_service_pb2.AbortResponse]
     """Abort ends a request, all its outputs. Its stream gets a last message with FINISH_REASON_ABORT for each that has not
-    ended. Errors: NOT_FOUND when no such request is waiting or running.
+    ended. Errors: NOT_FOUND when no such request is waiting or running, or it is of another tenant than the key that a
+    tenant comes with.
     """
     GetModel: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GetModelRequest, kvplane.kvmanager.v1.inference_service_pb2.GetModelResponse]
     """GetModel describes the model being served. Errors: UNAVAILABLE before the first executor is ready."""
@@ -57,7 +60,9 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """InferenceService generates text. Every user-visible thing KVPlane offers is a client of it.
 
     Errors carry google.rpc.ErrorInfo with domain "kvplane". UNAVAILABLE (starting, draining, no executor) and
-    RESOURCE_EXHAUSTED (queue full, with RetryInfo) may be tried again; the others may not.
+    RESOURCE_EXHAUSTED (queue full, with RetryInfo) may be tried again; the others may not. A manager with --api-keys
+    wants metadata "authorization: Bearer KEY" with each call of its services: without a key that it knows, UNAUTHENTICATED;
+    with one that is not for the method, PERMISSION_DENIED. The methods of this service are for tenants and operators.
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
@@ -77,7 +82,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """
     Abort: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.AbortRequest, kvplane.kvmanager.v1.inference_service_pb2.AbortResponse]  # type: ignore[assignment]
     """Abort ends a request, all its outputs. Its stream gets a last message with FINISH_REASON_ABORT for each that has not
-    ended. Errors: NOT_FOUND when no such request is waiting or running.
+    ended. Errors: NOT_FOUND when no such request is waiting or running, or it is of another tenant than the key that a
+    tenant comes with.
     """
     GetModel: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GetModelRequest, kvplane.kvmanager.v1.inference_service_pb2.GetModelResponse]  # type: ignore[assignment]
     """GetModel describes the model being served. Errors: UNAVAILABLE before the first executor is ready."""
@@ -86,7 +92,9 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
     """InferenceService generates text. Every user-visible thing KVPlane offers is a client of it.
 
     Errors carry google.rpc.ErrorInfo with domain "kvplane". UNAVAILABLE (starting, draining, no executor) and
-    RESOURCE_EXHAUSTED (queue full, with RetryInfo) may be tried again; the others may not.
+    RESOURCE_EXHAUSTED (queue full, with RetryInfo) may be tried again; the others may not. A manager with --api-keys
+    wants metadata "authorization: Bearer KEY" with each call of its services: without a key that it knows, UNAUTHENTICATED;
+    with one that is not for the method, PERMISSION_DENIED. The methods of this service are for tenants and operators.
     """
 
     @abc.abstractmethod
@@ -122,7 +130,8 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvplane.kvmanager.v1.inference_service_pb2.AbortResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.inference_service_pb2.AbortResponse]]:
         """Abort ends a request, all its outputs. Its stream gets a last message with FINISH_REASON_ABORT for each that has not
-        ended. Errors: NOT_FOUND when no such request is waiting or running.
+        ended. Errors: NOT_FOUND when no such request is waiting or running, or it is of another tenant than the key that a
+        tenant comes with.
         """
 
     @abc.abstractmethod

@@ -968,7 +968,7 @@ class PinPrefixRequest(google.protobuf.message.Message):
     """cache_salt is that of the requests which share the prefix, at most 256 characters."""
     tenant: builtins.str
     """tenant is that of the requests which share the prefix, at most 256 characters. It counts only where the manager
-    isolates tenants.
+    isolates tenants. Empty means what it means in GenerateRequest.
     """
     @property
     def token_ids(self) -> kvplane.kvmanager.v1.inference_service_pb2.TokenIds:

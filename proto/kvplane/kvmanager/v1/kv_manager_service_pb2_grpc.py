@@ -27,7 +27,8 @@ if _version_not_supported:
 
 
 class KvManagerServiceStub(object):
-    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop.
+    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop. A manager
+    with --api-keys serves all of it to operators, and to tenants ListRequests alone.
     """
 
     def __init__(self, channel):
@@ -104,7 +105,8 @@ class KvManagerServiceStub(object):
 
 
 class KvManagerServiceServicer(object):
-    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop.
+    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop. A manager
+    with --api-keys serves all of it to operators, and to tenants ListRequests alone.
     """
 
     def GetStats(self, request, context):
@@ -116,6 +118,7 @@ class KvManagerServiceServicer(object):
 
     def ListRequests(self, request, context):
         """ListRequests returns waiting and running requests, and on demand those finished lately, oldest arrival first.
+        A tenant's key shows that tenant's.
         Errors: INVALID_ARGUMENT for a bad page_size or page_token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -295,7 +298,8 @@ def add_KvManagerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvManagerService(object):
-    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop.
+    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop. A manager
+    with --api-keys serves all of it to operators, and to tenants ListRequests alone.
     """
 
     @staticmethod

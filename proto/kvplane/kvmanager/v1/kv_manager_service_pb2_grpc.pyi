@@ -22,7 +22,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class KvManagerServiceStub:
-    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop."""
+    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop. A manager
+    with --api-keys serves all of it to operators, and to tenants ListRequests alone.
+    """
 
     @typing.overload
     def __new__(cls, channel: grpc.Channel) -> KvManagerServiceStub: ...
@@ -32,6 +34,7 @@ class KvManagerServiceStub:
     """GetStats returns counters and gauges of the whole manager, all taken at one moment."""
     ListRequests: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListRequestsRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ListRequestsResponse]
     """ListRequests returns waiting and running requests, and on demand those finished lately, oldest arrival first.
+    A tenant's key shows that tenant's.
     Errors: INVALID_ARGUMENT for a bad page_size or page_token.
     """
     ListBlocks: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListBlocksRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ListBlocksResponse]
@@ -86,13 +89,16 @@ class KvManagerServiceStub:
 
 @typing.type_check_only
 class KvManagerServiceAsyncStub(KvManagerServiceStub):
-    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop."""
+    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop. A manager
+    with --api-keys serves all of it to operators, and to tenants ListRequests alone.
+    """
 
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     GetStats: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.GetStatsRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.GetStatsResponse]  # type: ignore[assignment]
     """GetStats returns counters and gauges of the whole manager, all taken at one moment."""
     ListRequests: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListRequestsRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ListRequestsResponse]  # type: ignore[assignment]
     """ListRequests returns waiting and running requests, and on demand those finished lately, oldest arrival first.
+    A tenant's key shows that tenant's.
     Errors: INVALID_ARGUMENT for a bad page_size or page_token.
     """
     ListBlocks: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListBlocksRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ListBlocksResponse]  # type: ignore[assignment]
@@ -146,7 +152,9 @@ class KvManagerServiceAsyncStub(KvManagerServiceStub):
     """
 
 class KvManagerServiceServicer(metaclass=abc.ABCMeta):
-    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop."""
+    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop. A manager
+    with --api-keys serves all of it to operators, and to tenants ListRequests alone.
+    """
 
     @abc.abstractmethod
     def GetStats(
@@ -163,6 +171,7 @@ class KvManagerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvplane.kvmanager.v1.kv_manager_service_pb2.ListRequestsResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListRequestsResponse]]:
         """ListRequests returns waiting and running requests, and on demand those finished lately, oldest arrival first.
+        A tenant's key shows that tenant's.
         Errors: INVALID_ARGUMENT for a bad page_size or page_token.
         """
 
