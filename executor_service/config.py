@@ -71,6 +71,13 @@ class ExecutorConfig(BaseSettings):
     manager: str = Field(
         "", pattern=r"^(.+:\d+)?$", description="host:port of the manager to register with. Empty: do not register."
     )
+    manager_tls: bool = Field(False, description="Use TLS to the manager, with the system's authorities.")
+    manager_tls_ca: str = Field("", description="PEM file of certificates to trust; use TLS to the manager with them.")
+    manager_api_key_file: str = Field(
+        "",
+        description="File with the key to register with, where the manager has --api-keys. Empty: KVPLANE_API_KEY of"
+        " the environment, if set.",
+    )
     executor_id: str = Field(
         default_factory=lambda: f"executor-{secrets.token_hex(6)}",
         min_length=1,

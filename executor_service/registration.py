@@ -16,6 +16,8 @@ import structlog
 from kvplane.kvmanager.v1 import executor_registry_service_pb2 as pb
 from kvplane.kvmanager.v1 import executor_registry_service_pb2_grpc as pb_grpc
 
+from executor_service.manager_access import ManagerAccess
+
 __all__ = ["Backoff", "Registration"]
 
 _TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
@@ -59,10 +61,19 @@ class Registration:
         executor_id: unique to this run.
         address: where the manager reaches this executor.
         backoff: waits between failed calls.
+        access: how the manager is reached; in plain text and without a key when None.
     """
 
-    def __init__(self, manager: str, executor_id: str, address: str, backoff: Backoff | None = None) -> None:
+    def __init__(
+        self,
+        manager: str,
+        executor_id: str,
+        address: str,
+        backoff: Backoff | None = None,
+        access: ManagerAccess | None = None,
+    ) -> None:
         self._manager = manager
+        self._access = access or ManagerAccess()
         self._request = pb.RegisterRequest(executor_id=executor_id, address=address)
         self._backoff = backoff or Backoff()
         self._failures = 0
@@ -73,7 +84,7 @@ class Registration:
         # gRPC's own reconnect backoff grows to two minutes; ours decides when to call, so its must not be longer.
         longest_ms = int(self._backoff.longest_s * 1000)
         options = (("grpc.max_reconnect_backoff_ms", longest_ms), ("grpc.initial_reconnect_backoff_ms", 100))
-        async with grpc.aio.insecure_channel(self._manager, options=options) as channel:
+        async with self._access.channel(self._manager, options) as channel:
             stub = pb_grpc.ExecutorRegistryServiceStub(channel)
             while True:
                 delay_s = await self._register_once(stub)
@@ -82,7 +93,7 @@ class Registration:
     async def _register_once(self, stub: pb_grpc.ExecutorRegistryServiceAsyncStub) -> float:
         """Call once and return how long to wait before the next call, in seconds."""
         try:
-            response = await stub.Register(self._request, timeout=_CALL_TIMEOUT_S)
+            response = await stub.Register(self._request, timeout=_CALL_TIMEOUT_S, metadata=self._access.metadata)
         except grpc.aio.AioRpcError as error:
             self._failures += 1
             self._log_failure(error)

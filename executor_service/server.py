@@ -27,6 +27,7 @@ from executor_service.compute_thread import ComputeThread
 from executor_service.config import ExecutorConfig
 from executor_service.kv_session import KvSession
 from executor_service.malformed_requests import MalformedRequests
+from executor_service.manager_access import AccessError, ManagerAccess
 from executor_service.registration import Registration
 from executor_service.servicer import ExecutorServicer
 from executor_service.step_runner import StepRunner
@@ -57,10 +58,12 @@ class ExecutorServer:
 
     Raises:
         BackendError: the configured backend cannot be built.
+        AccessError: the key or the certificates for the manager cannot be used.
     """
 
     def __init__(self, config: ExecutorConfig, backend: Backend | None = None) -> None:
         self._config = config
+        self._access = ManagerAccess.from_config(config)
         self.session = KvSession(backend or create_backend(config))
         self._thread = ComputeThread()
         self._runner = StepRunner(self.session, self._thread)
@@ -117,7 +120,9 @@ class ExecutorServer:
         await self._thread.call(self.session.load)
         await self._set_serving(True)
         if self._config.manager:
-            registration = Registration(self._config.manager, self._config.executor_id, self._advertised())
+            registration = Registration(
+                self._config.manager, self._config.executor_id, self._advertised(), access=self._access
+            )
             self._registration = asyncio.create_task(registration.run())
         _log.info("executor_ready", address=self.address, backend=self._config.backend)
 
@@ -185,6 +190,9 @@ async def serve_until_signal(config: ExecutorConfig) -> int:
         server = ExecutorServer(config)
     except BackendError as error:
         _log.error("backend_unavailable", reason=error.reason, error=str(error))
+        return 1
+    except AccessError as error:
+        _log.error("manager_access_refused", error=str(error))
         return 1
     stopped = asyncio.create_task(stop.wait())
     refused = asyncio.create_task(server.memory_refused.wait())

@@ -4,6 +4,7 @@ Start with :class:`AsyncClient` or :class:`Client`. Errors are described in :mod
 speaks to the manager over the wire alone and imports neither service.
 """
 
+from kvplane_client._stubs import PlainTextKeyWarning
 from kvplane_client._version import __version__
 from kvplane_client.async_client import AsyncClient
 from kvplane_client.client import Client, SyncGenerationStream, SyncSequencePool
@@ -17,8 +18,10 @@ from kvplane_client.errors import (
     KvPlaneError,
     NotFoundError,
     OutOfRangeError,
+    PermissionDeniedError,
     RequestCancelledError,
     ResourceExhaustedError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from kvplane_client.kv_events import (
@@ -125,8 +128,10 @@ __all__ = [
     "NotFoundError",
     "OpenSequence",
     "OutOfRangeError",
+    "PermissionDeniedError",
     "PinnedPrefix",
     "PinnedPrefixes",
+    "PlainTextKeyWarning",
     "PoolStats",
     "Prompt",
     "RequestCancelledError",
@@ -151,6 +156,7 @@ __all__ = [
     "TenantStats",
     "TokenLogprob",
     "TokenLogprobs",
+    "UnauthenticatedError",
     "UnavailableError",
     "Usage",
     "__version__",

@@ -71,7 +71,14 @@ class AsyncClient:
             no limit. A generation's own ``deadline`` takes precedence.
         retry: How persistently UNAVAILABLE is answered with a new attempt.
         on_retry: Told of each pause before a new attempt.
-        credentials: For TLS. None means plain text.
+        credentials: For TLS, such as ``grpc.ssl_channel_credentials()``. None means plain text.
+        api_key: Sent with each call, to a manager with ``--api-keys``. Read it from where secrets are kept.
+
+    Raises:
+        ValueError: The key is no visible ASCII text.
+
+    Warns:
+        PlainTextKeyWarning: The key would go to another machine without TLS.
     """
 
     def __init__(
@@ -82,8 +89,9 @@ class AsyncClient:
         retry: RetryPolicy | None = None,
         on_retry: RetryListener | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        api_key: str | None = None,
     ) -> None:
-        self._stubs = Stubs(target, credentials)
+        self._stubs = Stubs(target, credentials, api_key)
         self._timeout = timeout
         self._retry = retry or RetryPolicy()
         self._on_retry = on_retry

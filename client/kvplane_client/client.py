@@ -132,8 +132,11 @@ class Client:
         retry: RetryPolicy | None = None,
         on_retry: RetryListener | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        api_key: str | None = None,
     ) -> None:
-        self._client = AsyncClient(target, timeout=timeout, retry=retry, on_retry=on_retry, credentials=credentials)
+        self._client = AsyncClient(
+            target, timeout=timeout, retry=retry, on_retry=on_retry, credentials=credentials, api_key=api_key
+        )
         self._calls = Calls()
 
     def __enter__(self) -> Self:

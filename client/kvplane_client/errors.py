@@ -8,6 +8,8 @@ Every error a user can meet is a :class:`KvPlaneError`; the tree follows the cod
     ├── AlreadyExistsError          the request id is in use
     ├── ResourceExhaustedError      the queue is full (``retry_delay`` says how long to wait), or the pool is too small
     ├── FailedPreconditionError     not in this state: no chat template, cache in use
+    ├── UnauthenticatedError        no key, or one that the manager does not know
+    ├── PermissionDeniedError       the key is not for this method, or names another tenant
     ├── AbortedError                overtaken by a reset of the executor's cache
     ├── OutOfRangeError             events of the cache that are not kept any more: start with a snapshot
     ├── UnavailableError            starting, draining, no executor, or no connection; the client retried in vain
@@ -40,8 +42,10 @@ __all__ = [
     "KvPlaneError",
     "NotFoundError",
     "OutOfRangeError",
+    "PermissionDeniedError",
     "RequestCancelledError",
     "ResourceExhaustedError",
+    "UnauthenticatedError",
     "UnavailableError",
     "error_from_rpc",
     "error_from_wire",
@@ -114,6 +118,18 @@ class FailedPreconditionError(KvPlaneError):
     default_code = grpc.StatusCode.FAILED_PRECONDITION
 
 
+class UnauthenticatedError(KvPlaneError):
+    """The manager wants a key, and got none that it knows."""
+
+    default_code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class PermissionDeniedError(KvPlaneError):
+    """The key is not for what was asked."""
+
+    default_code = grpc.StatusCode.PERMISSION_DENIED
+
+
 class AbortedError(KvPlaneError):
     """A reset overtook the call."""
 
@@ -158,6 +174,8 @@ _CLASS_BY_CODE: dict[grpc.StatusCode, type[KvPlaneError]] = {
         AlreadyExistsError,
         ResourceExhaustedError,
         FailedPreconditionError,
+        UnauthenticatedError,
+        PermissionDeniedError,
         AbortedError,
         OutOfRangeError,
         UnavailableError,

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvplane_client.cli import options as opt
+from kvplane_client.cli.connection import connected
 from kvplane_client.cli.output import escaped, out_console, print_json, ranges
 from kvplane_client.cli.session import session
 from kvplane_client.cli.values import MAX_INT32, integer
@@ -84,6 +85,7 @@ blocks_app = typer.Typer(invoke_without_command=True)
 
 
 @blocks_app.callback()
+@connected
 def blocks(
     context: typer.Context,
     *,
@@ -123,6 +125,7 @@ def blocks(
 
 
 @blocks_app.command()
+@connected
 def trace(
     block_id: Annotated[
         int,

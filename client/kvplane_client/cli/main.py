@@ -28,6 +28,7 @@ from kvplane_client.cli import (
     stats,
     up,
 )
+from kvplane_client.cli.connection import connected
 from kvplane_client.cli.output import print_json
 from kvplane_client.cli.session import EXIT_USAGE, usage_document
 
@@ -89,20 +90,20 @@ def _root(
     """Holds the options of the command itself; the help text is the app's."""
 
 
-app.command()(up.up)
-app.command()(generate.generate)
-app.command()(chat.chat)
-app.command()(stats.stats)
-app.command()(inventory.requests)
+app.command()(connected(up.up))
+app.command()(connected(generate.generate))
+app.command()(connected(chat.chat))
+app.command()(connected(stats.stats))
+app.command()(connected(inventory.requests))
 app.add_typer(inventory.blocks_app, name="blocks")
-app.command()(pools.pools)
-app.command()(events.events)
-app.command()(stats.executors)
-app.command()(stats.abort)
-app.command()(pins.pin)
-app.command()(pins.unpin)
-app.command()(pins.pins)
-app.command("reset-cache")(stats.reset_cache)
+app.command()(connected(pools.pools))
+app.command()(connected(events.events))
+app.command()(connected(stats.executors))
+app.command()(connected(stats.abort))
+app.command()(connected(pins.pin))
+app.command()(connected(pins.unpin))
+app.command()(connected(pins.pins))
+app.command("reset-cache")(connected(stats.reset_cache))
 # Whatever is given to these, --help too, is for the manager's module to understand.
 for passed_through in (replay.replay, calibrate.calibrate):
     app.command(

@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 
 from kvplane_client.cli import options as opt
+from kvplane_client.cli.connection import connected
 from kvplane_client.cli.model_store import KNOWN_MODELS, installed_path, pull
 from kvplane_client.cli.output import err_console, escaped, out_console, print_json
 from kvplane_client.cli.session import reported, session
@@ -19,6 +20,7 @@ app = typer.Typer(no_args_is_help=True, help="Show the served model; fetch model
 
 
 @app.command()
+@connected
 def info(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: opt.JsonFlag = False) -> None:
     """Describe the model being served.
 

@@ -5,17 +5,19 @@ Station: every command that talks to a server runs inside one of these contexts.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
 import typer
 
+from kvplane_client.cli.connection import current_access
 from kvplane_client.cli.output import err_console, error_document, escaped, print_json
 from kvplane_client.client import Client
 from kvplane_client.errors import DeadlineExceededError, KvPlaneError, UnavailableError
 from kvplane_client.manager_types import Model
-from kvplane_client.retry import NO_RETRY, RetryPolicy
+from kvplane_client.retry import NO_RETRY, RetryListener, RetryPolicy
 
 __all__ = [
     "EXIT_ERROR",
@@ -74,7 +76,7 @@ def session(server: str, *, as_json: bool, wait: float) -> Iterator[Client]:
         as_json: Report errors as JSON.
         wait: Seconds to wait for the server to become ready; 0 does not wait.
     """
-    with reported(as_json, server), Client(server, retry=NO_RETRY) as client:
+    with reported(as_json, server), _client(server, NO_RETRY, as_json=as_json) as client:
         if wait > 0:
             client.wait_ready(wait)
         yield client
@@ -91,8 +93,25 @@ def generation_session(server: str, *, as_json: bool, wait: float) -> Iterator[t
     """
     with session(server, as_json=as_json, wait=wait) as probe:
         model = probe.get_model()
-        with Client(server, retry=RetryPolicy(), on_retry=_note_retry if as_json else _say_retry) as client:
+        on_retry = _note_retry if as_json else _say_retry
+        with _client(server, RetryPolicy(), on_retry, as_json=as_json, warns=False) as client:
             yield client, model
+
+
+def _client(
+    server: str, retry: RetryPolicy, on_retry: RetryListener | None = None, *, as_json: bool, warns: bool = True
+) -> Client:
+    """Makes a client with the command's access; says on stderr, if it is the first, what the library warns of."""
+    access = current_access()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        client = Client(server, retry=retry, on_retry=on_retry, credentials=access.credentials, api_key=access.api_key)
+    for warning in caught if warns else ():
+        if as_json:
+            print_json({"event": "warning", "message": str(warning.message)}, to_stderr=True)
+        else:
+            err_console().print(f"[yellow]warning:[/yellow] {escaped(str(warning.message))}")
+    return client
 
 
 def _say_retry(error: KvPlaneError, pause: float) -> None:

@@ -13,6 +13,7 @@ from kvplane_client.async_client import AsyncClient
 from kvplane_client.cli import options as opt
 from kvplane_client.cli import up_options as up_opt
 from kvplane_client.cli.child_process import ChildProcess, ChildSpec
+from kvplane_client.cli.connection import current_access
 from kvplane_client.cli.local_server import LocalServer
 from kvplane_client.cli.model_check import check_model
 from kvplane_client.cli.model_store import KNOWN_MODELS, installed_path, resolve
@@ -146,7 +147,8 @@ async def _supervise(
     def child(spec: ChildSpec) -> ChildProcess:
         return ChildProcess(spec, lambda line: view.line(spec.name, line))
 
-    async with AsyncClient(address, retry=NO_RETRY) as client:
+    access = current_access()
+    async with AsyncClient(address, retry=NO_RETRY, credentials=access.credentials, api_key=access.api_key) as client:
         probe = ServerProbe(client)
         supervisor = Supervisor(child(manager), child(executor), probe, view, settings)
         loop = asyncio.get_running_loop()
