@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import signal
+import warnings
 from pathlib import Path
 
 import typer
 
+from kvplane_client._stubs import PlainTextKeyWarning
 from kvplane_client.async_client import AsyncClient
 from kvplane_client.cli import options as opt
 from kvplane_client.cli import up_options as up_opt
@@ -148,7 +150,10 @@ async def _supervise(
         return ChildProcess(spec, lambda line: view.line(spec.name, line))
 
     access = current_access()
-    async with AsyncClient(address, retry=NO_RETRY, credentials=access.credentials, api_key=access.api_key) as client:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlainTextKeyWarning)  # of an address of this machine, whatever it looks like
+        asks = AsyncClient(address, retry=NO_RETRY, credentials=access.credentials, api_key=access.api_key)
+    async with asks as client:
         probe = ServerProbe(client)
         supervisor = Supervisor(child(manager), child(executor), probe, view, settings)
         loop = asyncio.get_running_loop()

@@ -79,6 +79,25 @@ def lines(result: Result) -> list[Any]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+def test_key_that_would_leave_this_machine_is_warned_of_once(cli: Cli) -> None:
+    """A name of RFC 6761, which leads nowhere."""
+    cli.environment |= {"KVPLANE_API_KEY": "a-key-0123456789", "KVPLANE_SERVER": "dns:///kvplane.invalid:1"}
+    plain = cli("generate", "hi")
+    assert plain.exit_code == 3
+    assert " ".join(plain.stderr.split()).count("the key goes to dns:///kvplane.invalid:1 in plain text") == 1
+    as_json = [json.loads(line) for line in cli("stats", "--json").stderr.splitlines()]
+    assert [line.get("event", "error") for line in as_json] == ["warning", "error"]
+    assert "0123456789" not in plain.stderr + str(as_json)
+
+
+def test_key_that_is_none_is_wrong_usage_and_not_quoted(cli: Cli) -> None:
+    cli.environment |= {"KVPLANE_API_KEY": "two words-0123456789"}
+    result = cli("stats")
+    assert result.exit_code == 2
+    assert "expected a key in KVPLANE_API_KEY" in " ".join(result.stderr.replace("│", " ").split())
+    assert "0123456789" not in result.stderr
+
+
 def test_generate_prints_the_text_and_a_newline(cli: Cli) -> None:
     result = cli("generate", "hello")
 

@@ -20,6 +20,8 @@ from kvplane_client.cli.local_server import LocalServer
 from kvplane_client.cli.main import app
 from typer.testing import CliRunner
 
+from tests.certificates import make_certificate
+
 # Serves the scripted manager; its one executor is whatever process last wrote its id beside the argument file.
 MANAGER = """
 import asyncio, json, os, pathlib, signal, sys
@@ -212,6 +214,34 @@ def test_up_interrupted_lets_the_real_services_stop_in_order(tmp_path: Path, run
     for service in ("manager", "executor"):
         log = (tmp_path / "state" / f"{service}.log").read_text().splitlines()
         assert json.loads(log[-1])["event"] == f"{service}_stopped"
+
+
+def test_up_runs_real_services_with_keys_and_tls(
+    tmp_path: Path, running: list[Up], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command's own key is an operator's, from the environment; the executor has one of its own."""
+    made = make_certificate(tmp_path)
+    root, worker = "root-key-0123456789", "worker-key-0123456789"
+    key_file = tmp_path / "keys.toml"
+    key_file.write_text(f'[operators]\nroot = "{root}"\n[executors]\nworker = "{worker}"')
+    key_file.chmod(0o600)
+    (tmp_path / "worker.key").write_text(worker)
+    monkeypatch.setenv("KVPLANE_API_KEY", root)
+    up = Up(
+        tmp_path, "--backend", "sim", "--port", "0", "--json", "--tls-ca", str(made.certificate),
+        f"--manager-arg=--api-keys={key_file}", f"--manager-arg=--tls-certificate={made.certificate}",
+        f"--manager-arg=--tls-key={made.key}", f"--executor-arg=--manager-tls-ca={made.certificate}",
+        f"--executor-arg=--manager-api-key-file={tmp_path / 'worker.key'}", stand_ins=False,
+    )  # fmt: skip
+    running.append(up)
+
+    assert up.event()["event"] == "ready"
+
+    code, _, stderr = up.interrupt()
+    assert (code, stderr) == (0, "")
+    logs = "".join(path.read_text() for path in (tmp_path / "state").glob("*.log"))
+    assert root not in logs
+    assert worker not in logs
 
 
 def test_up_shows_why_an_executor_could_not_start(tmp_path: Path, running: list[Up]) -> None:

@@ -10,6 +10,7 @@ from kvplane.kvmanager.v1 import executor_registry_service_pb2 as pb
 from kvplane.kvmanager.v1 import executor_registry_service_pb2_grpc as pb_grpc
 from structlog.testing import capture_logs
 
+from executor_service.manager_access import AccessError, ManagerAccess
 from executor_service.registration import Backoff, Registration
 from executor_service.server import running_executor
 from tests.unit.executor_shell.executor_backends import DEADLOCK_S
@@ -177,3 +178,63 @@ def test_backoff_doubles_to_a_bound_with_jitter():
     assert longest.after(1, grpc.StatusCode.FAILED_PRECONDITION) == 30.0
     shortest = Backoff(first_s=0.1, longest_s=5.0, jitter=lambda: 0.0)
     assert shortest.after(10_000, grpc.StatusCode.DEADLINE_EXCEEDED) == 2.5
+
+
+class Metadata(Registry):
+    """Keeps the metadata of each call in place of its message."""
+
+    async def Register(self, request, context):  # noqa: N802
+        self.requests.put_nowait(dict(context.invocation_metadata()).get("authorization"))
+        return pb.RegisterResponse(lease_ms=self.lease_ms, manager_id=self.manager_id)
+
+
+@pytest.mark.parametrize(
+    ("in_file", "in_environment", "sent"),
+    [
+        ("a-key\n", "", "Bearer a-key"),
+        ("", "its-key", "Bearer its-key"),
+        ("a-key", "its-key", "Bearer a-key"),
+        ("", "", None),
+    ],
+)
+async def test_executor_sends_the_key_of_its_file_or_of_the_environment(
+    tmp_path, monkeypatch, in_file, in_environment, sent
+):
+    monkeypatch.setenv("KVPLANE_API_KEY", in_environment)
+    (tmp_path / "key").write_text(in_file)
+    registry = Metadata()
+    async with manager(registry) as address:
+        config = sim_config(manager=address, manager_api_key_file=str(tmp_path / "key") if in_file else "")
+        with capture_logs() as logs:
+            async with running_executor(config):
+                assert await registry.next() == sent
+    assert not [log for log in logs if log["event"] == "key_in_plain_text"]
+
+
+async def test_executor_warns_of_a_key_in_plain_text_to_another_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVPLANE_API_KEY", "a-key-0123")
+    (tmp_path / "ca").write_text("-----BEGIN CERTIFICATE-----")
+    for settings, warned in (({}, 1), ({"manager_tls": True}, 0), ({"manager_tls_ca": str(tmp_path / "ca")}, 0)):
+        with capture_logs() as logs:
+            ManagerAccess.from_config(sim_config(manager="manager.example:50051", **settings))
+        assert [log["log_level"] for log in logs] == ["warning"] * warned
+        assert "a-key-0123" not in str(logs)
+
+
+@pytest.mark.parametrize(
+    ("setting", "content", "told"),
+    [
+        ("manager_api_key_file", None, "--manager-api-key-file: expected .*No such file"),
+        ("manager_api_key_file", b"", "visible ASCII"),
+        ("manager_api_key_file", b"two words-0123", "visible ASCII"),
+        ("manager_api_key_file", b"\xff\xfe0123", "no text"),
+        ("manager_tls_ca", None, "--manager-tls-ca: expected .*No such file"),
+        ("manager_tls_ca", b"none", "holds none"),
+    ],
+)
+def test_executor_refuses_files_that_it_cannot_use_and_quotes_none(tmp_path, setting, content, told):
+    if content is not None:
+        (tmp_path / "file").write_bytes(content)
+    with pytest.raises(AccessError, match=f"expected .* got .*{told}|{told}") as caught:
+        ManagerAccess.from_config(sim_config(manager="localhost:1", **{setting: str(tmp_path / "file")}))
+    assert "0123" not in str(caught.value).replace(str(tmp_path), "")
