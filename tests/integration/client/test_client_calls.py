@@ -231,7 +231,7 @@ def test_sync_client_offers_every_call(threaded_manager: ThreadedManager) -> Non
 
 
 def test_sync_batch_returns_completions(threaded_manager: ThreadedManager) -> None:
-    from test_client_many import one_by_one
+    from tests.integration.client.test_client_many import one_by_one
 
     threaded_manager.scripts.many = [one_by_one()]
     with Client(threaded_manager.address) as client:
