@@ -94,4 +94,5 @@ def test_config_help_names_every_flag_twin_and_default(capsys: pytest.CaptureFix
     text = " ".join(capsys.readouterr().out.split())
     for name, info in ManagerConfig.model_fields.items():
         assert "--" + name.replace("_", "-") in text
-        assert f"Default: {info.default}. [{ENV_PREFIX}{name.upper()}]" in text
+        default = "none" if info.default == "" else info.default
+        assert f"Default: {default}. [{ENV_PREFIX}{name.upper()}]" in text

@@ -13,9 +13,11 @@ from kvmanager_service.errors import (
     BatchTooLargeError,
     ExecutorIdReusedError,
     ExecutorRejectedError,
+    PermissionDeniedError,
     PreconditionError,
     StaleBatchError,
     TooManyPoolsError,
+    UnauthenticatedError,
     UnavailableError,
     to_status,
 )
@@ -40,6 +42,8 @@ CODES = {
     StaleBatchError: "ABORTED",
     TooManyPoolsError: "RESOURCE_EXHAUSTED",
     UnavailableError: "UNAVAILABLE",
+    UnauthenticatedError: "UNAUTHENTICATED",
+    PermissionDeniedError: "PERMISSION_DENIED",
 }
 
 

@@ -101,6 +101,7 @@ def _large_pools(monkeypatch: pytest.MonkeyPatch) -> object:
     """Every pool is a large one, and no garbage is collected but by who asks for it."""
     monkeypatch.setattr(sequence_pools, "BLOCKS_MADE_AT_ONCE", 1)
     threshold = gc.get_threshold()
+    gc.unfreeze()  # what tests before kept from the collector, and left
     gc.collect()
     gc.disable()
     yield
