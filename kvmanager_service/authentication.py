@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc
+import structlog
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from kvplane.kvmanager.v1 import executor_registry_service_pb2, inference_service_pb2, kv_manager_service_pb2
@@ -23,6 +24,8 @@ from kvmanager_service.core.errors import CoreError
 from kvmanager_service.errors import PermissionDeniedError, UnauthenticatedError, abort_with
 
 __all__ = ["Authentication"]
+
+_log = structlog.get_logger(__name__)
 
 _Handler = grpc.RpcMethodHandler
 _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["_Handler[Any, Any] | None"]]
@@ -80,6 +83,7 @@ class Authentication(grpc.aio.ServerInterceptor):
                 caller = self._caller(handler_call_details)
                 _check_role(caller, method)
             except CoreError as error:
+                _log.debug("call_refused", method=method, reason=error.reason, caller=error.metadata.get("caller"))
                 return _refusal(error)
             set_caller(caller)
         return await continuation(handler_call_details)
