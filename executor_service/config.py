@@ -127,6 +127,11 @@ class ExecutorConfig(BaseSettings):
     sim_eos_token_ids: Annotated[tuple[int, ...], NoDecode, BeforeValidator(_parse_id_list)] = Field(
         (), description='sim: ids that end a sequence, such as "2,5". Default: none.'
     )
+    sim_windows: Annotated[tuple[int, ...], NoDecode, BeforeValidator(_parse_id_list)] = Field(
+        (),
+        description='sim: the window of each KV group in tokens, 0 for full attention, such as "0,64". Default: one'
+        " group of full attention.",
+    )
 
     @model_validator(mode="after")
     def _check_model(self) -> Self:

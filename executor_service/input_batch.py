@@ -31,7 +31,7 @@ class StepLimits:
 
     Units:
         max_model_len, max_num_batched_tokens: tokens; max_num_seqs: rows, and samples; num_blocks includes the null
-        block.
+        block; windows: tokens, one value for each KV group, 0 for full attention.
     """
 
     kv_epoch: int
@@ -40,7 +40,7 @@ class StepLimits:
     block_size: int
     vocab_size: int
     max_model_len: int
-    num_groups: int
+    windows: tuple[int, ...]
     max_num_batched_tokens: int
     max_num_seqs: int
     sampling: SamplingParser
@@ -92,9 +92,11 @@ def parse_step(request: pb.ExecuteRequest, limits: StepLimits) -> ParsedStep:
     require_range(token_ids, 0, limits.vocab_size, "token_ids")
     positions = _positions(request, query_indptr, limits)
     seq_lens = frozen(positions[query_indptr[1:] - 1] + np.int32(1))
-    tables = _tables(request, seq_lens, limits)
+    tables = _tables(request, seq_lens, positions[query_indptr[:-1]], limits)
     row_of_token = np.repeat(np.arange(num_rows), np.diff(query_indptr))
     slots = [_slots(index, table, positions, row_of_token, limits) for index, table in enumerate(tables)]
+    if len(slots) > 1:
+        _require_blocks_of_one_group(slots, limits.block_size)
     tag_block_ids, tags = _tags(request, limits)
     return ParsedStep(
         query_indptr=query_indptr,
@@ -203,22 +205,38 @@ def _positions(request: pb.ExecuteRequest, query_indptr: Int32, limits: StepLimi
     return positions
 
 
-def _tables(request: pb.ExecuteRequest, seq_lens: Int32, limits: StepLimits) -> list[GroupTables]:
+def _tables(request: pb.ExecuteRequest, seq_lens: Int32, starts: Int32, limits: StepLimits) -> list[GroupTables]:
     """Check one table per KV group and row, of exactly the blocks that hold the row's sequence."""
-    if len(request.block_tables) != limits.num_groups:
-        expected = f"{limits.num_groups} entries, one for each KV group"
+    num_groups = len(limits.windows)
+    if len(request.block_tables) != num_groups:
+        expected = f"{num_groups} entries, one for each KV group"
         raise InvalidFieldError("block_tables", expected, f"{len(request.block_tables)} entries")
     blocks_needed = (seq_lens - 1) // np.int32(limits.block_size) + 1
     return [
-        _table(message, f"block_tables[{index}]", seq_lens, blocks_needed, limits)
-        for index, message in enumerate(request.block_tables)
+        _table(
+            message,
+            f"block_tables[{index}]",
+            seq_lens=seq_lens,
+            starts=starts,
+            blocks_needed=blocks_needed,
+            window=window,
+            limits=limits,
+        )
+        for index, (message, window) in enumerate(zip(request.block_tables, limits.windows, strict=True))
     ]
 
 
 def _table(
-    message: pb.BlockTables, field: str, seq_lens: Int32, blocks_needed: Int32, limits: StepLimits
+    message: pb.BlockTables,
+    field: str,
+    *,
+    seq_lens: Int32,
+    starts: Int32,
+    blocks_needed: Int32,
+    window: int,
+    limits: StepLimits,
 ) -> GroupTables:
-    """Check the tables of one group."""
+    """Check the tables of one group; `starts` are the positions of the rows' first tokens."""
     block_ids = int32_column(message.block_ids, f"{field}.block_ids")
     indptr = int32_column(message.block_indptr, f"{field}.block_indptr")
     require_indptr(indptr, len(seq_lens) + 1, len(block_ids), f"{field}.block_indptr", strictly=False)
@@ -230,7 +248,11 @@ def _table(
             f"block_size {limits.block_size})"
         )
         raise InvalidFieldError(f"{field}.block_indptr", expected, f"{int(lengths[row])} blocks")
-    require_range(block_ids, 1, limits.num_blocks, f"{field}.block_ids")
+    require_range(block_ids, 0 if window else 1, limits.num_blocks, f"{field}.block_ids")
+    if window:
+        _require_window(
+            block_ids, indptr, f"{field}.block_ids", starts=starts, window=window, block_size=limits.block_size
+        )
     last_block_len = int32_column(message.last_block_len, f"{field}.last_block_len")
     require_length(last_block_len, len(seq_lens), f"{field}.last_block_len")
     lens_needed = (seq_lens - 1) % np.int32(limits.block_size) + 1
@@ -239,6 +261,39 @@ def _table(
         expected = f"{int(lens_needed[row])} (sequence of {int(seq_lens[row])} tokens)"
         raise InvalidFieldError(f"{field}.last_block_len[{row}]", expected, int(last_block_len[row]))
     return GroupTables(indptr, block_ids, last_block_len)
+
+
+def _require_window(
+    block_ids: Int32, indptr: Int32, field: str, *, starts: Int32, window: int, block_size: int
+) -> None:
+    """Check that no table has the null block where a token of the row reads or writes."""
+    nulls = np.flatnonzero(block_ids == 0)
+    if not len(nulls):
+        return
+    rows = np.searchsorted(indptr, nulls, side="right") - 1
+    first_read = np.maximum(starts[rows] - np.int32(window - 1), 0)
+    needed = nulls - indptr[rows] >= first_read // np.int32(block_size)
+    if needed.any():
+        place = int(np.argmax(needed))
+        row, start = int(rows[place]), int(starts[rows[place]])
+        raise InvalidFieldError(
+            f"{field}[{int(nulls[place])}]",
+            f"a block in [1, num_blocks) for positions from {int(first_read[place])} on, which row {row} reads from "
+            f"position {start} with a window of {window}",
+            "the null block, 0",
+        )
+
+
+def _require_blocks_of_one_group(slots: list[npt.NDArray[np.int64]], block_size: int) -> None:
+    """Check that no block is written in two groups."""
+    written = np.sort(np.concatenate([np.unique(of_group // block_size) for of_group in slots]))
+    twice = written[1:] == written[:-1]
+    if twice.any():
+        raise InvalidFieldError(
+            "block_tables",
+            "every block written in one KV group",
+            f"block {int(written[np.argmax(twice)])} in two",
+        )
 
 
 def _slots(

@@ -225,7 +225,7 @@ class KvSession:
             block_size=info.block_size,
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
-            num_groups=len(info.kv_groups),
+            windows=tuple(group.window for group in info.kv_groups),
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             sampling=SamplingParser(info.vocab_size, info.max_logprobs),

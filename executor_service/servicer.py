@@ -166,11 +166,12 @@ def _model_info(info: ModelInfo, executor_id: str, backend_name: str) -> pb.GetM
 
 def _kv_group(group: KvGroupSpec) -> pb.KvGroup:
     return pb.KvGroup(
-        type=pb.KV_GROUP_TYPE_FULL_ATTENTION,
+        type=pb.KV_GROUP_TYPE_SLIDING_WINDOW if group.window else pb.KV_GROUP_TYPE_FULL_ATTENTION,
         num_layers=group.num_layers,
         num_kv_heads=group.num_kv_heads,
         head_dim=group.head_dim,
         bytes_per_block=group.bytes_per_block,
+        window=group.window,
     )
 
 

@@ -173,6 +173,7 @@ class RequestView:
     age_seconds: float
     finish_reason: FinishReason | None = None
     tenant: str = ""
+    block_tables: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,7 @@ class BlockView:
     ref_cnt: int
     block_hash: bytes = b""
     provisional: bool = False
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

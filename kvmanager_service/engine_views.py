@@ -11,6 +11,7 @@ from typing import overload
 
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.errors import InvalidRequestError
+from kvmanager_service.core.group_hits import group_of
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix, PinnedPrefixes
 from kvmanager_service.core.request import Request, RequestStatus
 from kvmanager_service.core.scheduler import Scheduler
@@ -104,12 +105,18 @@ def _request_view(request: Request, now: float) -> RequestView:
         num_computed_tokens=request.num_computed_tokens,
         num_cached_tokens=request.num_cached_tokens,
         num_preemptions=request.num_preemptions,
-        block_table=array("i", request.last_block_id_bytes if is_finished else bytes(request.block_id_bytes)),
+        block_table=array("i", request.last_block_id_bytes if is_finished else _first_table(request)),
         arrival_time=request.arrival_time,
         age_seconds=max(0.0, now - request.arrival_time),
         finish_reason=request.finish_reason,
         tenant=request.tenant,
+        block_tables=[array("i", bytes(table.block_id_bytes)) for table in request.tables],
     )
+
+
+def _first_table(request: Request) -> bytes:
+    """Of several KV groups that of the first, which is of full attention if any is."""
+    return bytes(request.tables[0].block_id_bytes if request.tables else request.block_id_bytes)
 
 
 def pin_view(pin: PinnedPrefix) -> PinView:
@@ -164,4 +171,5 @@ class BlockViews(Sequence[BlockView]):
         if not 0 <= index < len(self):
             raise IndexError(f"expected an index below {len(self)}, got {index}")
         block = self._pool.blocks[index + 1]
-        return BlockView(block.block_id, block.ref_cnt, block.block_hash or b"", block.provisional_step != 0)
+        group = 0 if block.content is None else group_of(block.content)
+        return BlockView(block.block_id, block.ref_cnt, block.block_hash or b"", block.provisional_step != 0, group)

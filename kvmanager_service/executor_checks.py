@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 
-from kvplane.executor.v1.executor_service_pb2 import KV_GROUP_TYPE_FULL_ATTENTION, GetModelInfoResponse
+from kvplane.executor.v1.executor_service_pb2 import GetModelInfoResponse
 
+from kvmanager_service.core.kv_cache_coordinator import needs_no_coordinator
+from kvmanager_service.core.scheduler_config import RECOMPUTE
 from kvmanager_service.engine_api import ModelView
 from kvmanager_service.executor_client import ReadyExecutor
+from kvmanager_service.executor_groups import UnsupportedGroupsError, longest_fit, read_groups
 from kvmanager_service.text_model import TextModel
 
 
@@ -38,27 +41,56 @@ def require_model(model: ModelView | None, info: GetModelInfoResponse) -> None:
         )
 
 
-def require_geometry(ready: ReadyExecutor) -> None:
-    """Raise ExecutorUnfitError unless there can be books on the executor's cache."""
-    kv_cache, groups = ready.kv_cache, [group.type for group in ready.info.kv_groups]
-    sizes = kv_cache.block_size >= 1 and kv_cache.num_blocks >= 2 and ready.num_host_blocks >= 0
-    if groups != [KV_GROUP_TYPE_FULL_ATTENTION] or not sizes:
+def require_geometry(ready: ReadyExecutor, preemption_mode: str = RECOMPUTE) -> None:
+    """Raise ExecutorUnfitError unless there can be books on the executor's cache.
+
+    Args:
+        ready: the executor.
+        preemption_mode: the manager's; blocks of several KV groups, or of windows, are not swapped.
+    """
+    kv_cache = ready.kv_cache
+    if kv_cache.block_size < 1 or kv_cache.num_blocks < 2 or ready.num_host_blocks < 0:
         raise ExecutorUnfitError(
             "KV_GEOMETRY_UNSUPPORTED",
-            "kv_cache: expected one group of full attention, block_size of at least 1, num_blocks of at least 2 and"
-            f" num_host_blocks of at least 0, got groups of types {groups}, {kv_cache.block_size},"
-            f" {kv_cache.num_blocks} and {ready.num_host_blocks}; serve a model with full attention in every layer",
+            "kv_cache: expected block_size of at least 1, num_blocks of at least 2 and num_host_blocks of at least 0,"
+            f" got {kv_cache.block_size}, {kv_cache.num_blocks} and {ready.num_host_blocks}; mend the executor",
+        )
+    try:
+        groups = read_groups(ready.info.kv_groups, kv_cache.block_size)
+    except UnsupportedGroupsError as error:
+        raise ExecutorUnfitError(
+            "KV_GEOMETRY_UNSUPPORTED",
+            f"kv_groups: expected {error}; serve another model, or a manager that knows what this one needs",
+        ) from error
+    if kv_cache.num_blocks <= len(groups):
+        raise ExecutorUnfitError(
+            "KV_GEOMETRY_UNSUPPORTED",
+            f"kv_cache: expected num_blocks above the number of groups, {len(groups)}, so that each has one, got"
+            f" {kv_cache.num_blocks}; give the executor more memory for KV",
+        )
+    if preemption_mode != RECOMPUTE and not needs_no_coordinator(groups):
+        raise ExecutorUnfitError(
+            "KV_GEOMETRY_UNSUPPORTED",
+            f"kv_groups: expected one group of full attention for --preemption-mode {preemption_mode}, got"
+            f" {len(groups)} groups or a sliding window; start the manager with --preemption-mode {RECOMPUTE}",
         )
 
 
-def require_length(model: ModelView | None, ready: ReadyExecutor) -> None:
+def require_length(model: ModelView | None, ready: ReadyExecutor, longest_chunk: int) -> None:
     """Raise ExecutorUnfitError unless it can compute every sequence that fits both the model, as served, and the pool.
 
     It would fail the steps of longer ones, and with them of all that share those steps.
+
+    Args:
+        model: what is served; None before anything is.
+        ready: an executor of a geometry that will do.
+        longest_chunk: most tokens of one request in a step.
     """
     if model is None:
         return
-    longest = min(model.max_model_len, (ready.kv_cache.num_blocks - 1) * ready.kv_cache.block_size)
+    kv_cache = ready.kv_cache
+    groups = read_groups(ready.info.kv_groups, kv_cache.block_size)
+    longest = longest_fit(groups, kv_cache.num_blocks - 1, model.max_model_len, longest_chunk)
     if ready.info.max_model_len < longest:
         raise ExecutorUnfitError(
             "MODEL_LEN_TOO_SHORT",

@@ -22,7 +22,7 @@ from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.block_history import BlockHistory
 from kvmanager_service.core.errors import BadResultError, CoreError
 from kvmanager_service.core.fair_queue import FairWeights
-from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator, make_kv_cache, table_sizes
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import FinishReason, NewRequest, RequestOutput
 from kvmanager_service.core.scheduler import Scheduler
@@ -31,6 +31,7 @@ from kvmanager_service.core.step import Step
 from kvmanager_service.engine_api import OutputSink
 from kvmanager_service.errors import PreconditionError
 from kvmanager_service.executor_client import ExecutorLostError, ReadyExecutor, StepStream
+from kvmanager_service.executor_groups import read_groups
 from kvmanager_service.heap import settle_heap
 from kvmanager_service.kv_events import KvEvents
 from kvmanager_service.step_message import build_execute_request, read_execute_response
@@ -49,15 +50,18 @@ class StepLoop:
         scheduler: the books; None before the first `fit`, and until then there is nobody to ask them.
         kv_epoch: names the content of the cache that the books are about; 0 before there is one.
         kv_events: for those who follow the cache.
+        longest_chunk: most tokens of one request in a step.
     """
 
     def __init__(self, config: ManagerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.scheduler: Scheduler | None = None
         self.kv_epoch = 0
         self.kv_events = KvEvents(config.kv_event_buffer)
+        self.longest_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._config = config
         self._clock = clock
         self._sinks: dict[str, OutputSink] = {}
+        self._table_sizes: list[int] = []
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._got_result = False
@@ -106,6 +110,12 @@ class StepLoop:
                 "expected a manager that keeps computed blocks, got one that does not; start it without "
                 "--no-enable-prefix-caching",
             )
+        if isinstance(self._books().kv, KVCacheCoordinator):
+            raise PreconditionError(
+                "PINS_UNSUPPORTED",
+                "expected a model with full attention in every layer, got one with several KV groups or a sliding"
+                " window, whose prefixes cannot be pinned; serve another model",
+            )
         return self._books_now().pins.pin(pin)
 
     def unpin_prefix(self, name: str) -> None:
@@ -145,9 +155,11 @@ class StepLoop:
         if ready.tagged is None:
             return
         kv_cache = ready.kv_cache
-        kv = KVCacheManager(
+        groups = read_groups(ready.info.kv_groups, kv_cache.block_size)
+        kv = make_kv_cache(
             kv_cache.num_blocks,
-            kv_cache.block_size,
+            groups,
+            longest_chunk=self.longest_chunk,
             enable_caching=self._config.enable_prefix_caching,
             eviction_policy=self._config.eviction_policy,
             events=self.kv_events.log,
@@ -159,15 +171,23 @@ class StepLoop:
         else:
             self.scheduler.replace_cache(kv, ready.num_host_blocks)
         self.kv_epoch = kv_cache.kv_epoch
+        self._table_sizes = table_sizes(kv)
         self._publish()
         settle_heap()
         _log.info(
             "kv_cache_ready",
             num_blocks=kv_cache.num_blocks,
             block_size=kv_cache.block_size,
+            num_groups=len(groups),
             num_host_blocks=ready.num_host_blocks,
             adopted_blocks=adopted,
         )
+        if self._config.block_history and self._table_sizes:
+            _log.warning(
+                "no_block_history",
+                num_groups=len(groups),
+                note="--block-history is kept for models with full attention in every layer only",
+            )
         if self._config.preemption_mode != RECOMPUTE and not ready.num_host_blocks:
             _log.warning(
                 "no_swap_space",
@@ -210,7 +230,7 @@ class StepLoop:
                 self._update(response)
             self._publish()
             while (step := scheduler.schedule()) is not None:
-                message = build_execute_request(step, self.kv_epoch, scheduler.kv.block_size)
+                message = build_execute_request(step, self.kv_epoch, scheduler.kv.block_size, self._table_sizes)
                 self._publish()  # while the step is sent, the id of who ended in it may be taken anew
                 await stream.send(message)
             self._publish()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from array import array
+from collections.abc import Sequence
 from itertools import pairwise
 
 from kvplane.common.v1.common_pb2 import Int32Array
@@ -28,13 +29,17 @@ character has up to 12 bytes in the message and 6 in the details."""
 _NOTHING: frozenset[int] = frozenset()
 
 
-def build_execute_request(step: Step, kv_epoch: int, block_size: int) -> pb.ExecuteRequest:
+def build_execute_request(
+    step: Step, kv_epoch: int, block_size: int, table_sizes: Sequence[int] = ()
+) -> pb.ExecuteRequest:
     """Write a step down so that any executor whose blocks hold the tables' content can run it.
 
     Args:
         step: just scheduled.
         kv_epoch: the content its tables speak of.
-        block_size: tokens per block.
+        block_size: tokens per block of the one table that each request has in `blocks`.
+        table_sizes: tokens per block by KV group, where requests have their tables in `tables`; then block_size means
+            nothing.
     """
     query_indptr = [0]
     block_indptr = [0]
@@ -69,13 +74,8 @@ def build_execute_request(step: Step, kv_epoch: int, block_size: int) -> pb.Exec
         query_indptr=_int32(query_indptr),
         token_ids=Int32Array(data=b"".join(tokens)),
         positions=_int32(positions),
-        block_tables=[
-            pb.BlockTables(
-                block_indptr=_int32(block_indptr),
-                block_ids=Int32Array(data=b"".join(tables)),
-                last_block_len=_int32(last_block_len),
-            )
-        ],
+        block_tables=[_build_group_tables(step.rows, group, size) for group, size in enumerate(table_sizes)]
+        or [_block_tables(block_indptr, tables, last_block_len)],
     )
     if step.feeds_from_step_id:
         message.feeds_from_step_id = step.feeds_from_step_id
@@ -88,6 +88,27 @@ def build_execute_request(step: Step, kv_epoch: int, block_size: int) -> pb.Exec
     if step.copies:
         message.copies.CopyFrom(_build_copies(step.copies))
     return message
+
+
+def _build_group_tables(rows: list[ScheduledRow], group: int, block_size: int) -> pb.BlockTables:
+    """The tables of all rows in one of several KV groups."""
+    indptr = [0]
+    last_block_len: list[int] = []
+    tables: list[bytearray] = []
+    for row in rows:
+        num_blocks = (row.stop + block_size - 1) // block_size
+        indptr.append(indptr[-1] + num_blocks)
+        last_block_len.append(row.stop - (num_blocks - 1) * block_size)
+        tables.append(row.request.tables[group].block_id_bytes[: num_blocks * _ID_BYTES])
+    return _block_tables(indptr, tables, last_block_len)
+
+
+def _block_tables(indptr: list[int], tables: list[bytearray], last_block_len: list[int]) -> pb.BlockTables:
+    return pb.BlockTables(
+        block_indptr=_int32(indptr),
+        block_ids=Int32Array(data=b"".join(tables)),
+        last_block_len=_int32(last_block_len),
+    )
 
 
 def _build_copies(copies: list[BlockCopy]) -> pb.BlockCopies:

@@ -167,12 +167,13 @@ def request_from(info: manager_pb.RequestInfo) -> mt.RequestInfo:
         age_seconds=info.age_seconds,
         finish_reason=finish_reason_from(info.finish_reason),
         tenant=info.tenant,
+        block_tables=tuple(tuple(table.block_ids) for table in info.block_tables),
     )
 
 
 def block_from(info: manager_pb.BlockInfo) -> mt.BlockInfo:
     """Returns one listed block."""
-    return mt.BlockInfo(info.block_id, info.ref_cnt, info.block_hash.hex() or None, info.provisional)
+    return mt.BlockInfo(info.block_id, info.ref_cnt, info.block_hash.hex() or None, info.provisional, info.group)
 
 
 def trace_from(block_id: int, response: manager_pb.TraceBlockResponse) -> mt.BlockTrace:

@@ -225,6 +225,7 @@ class RequestInfo:
     age_seconds: float
     finish_reason: FinishReason | None
     tenant: str
+    block_tables: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,12 +237,14 @@ class BlockInfo:
         ref_cnt: How many requests reference it.
         block_hash: The chain hash in hexadecimal, or None when it is not cached.
         provisional: The step that fills it has not been acknowledged.
+        group: The KV group of what block_hash names, counted from 0.
     """
 
     block_id: int
     ref_cnt: int
     block_hash: str | None
     provisional: bool
+    group: int = 0
 
 
 class BlockMoment(enum.StrEnum):

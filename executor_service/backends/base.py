@@ -42,13 +42,26 @@ class KvGroupSpec:
     """Layers that share one block table.
 
     Units:
-        bytes_per_block: bytes of one block over all layers of the group, K and V together.
+        bytes_per_block: bytes of one block over all layers of the group, K and V together; window: tokens that a token
+        reads, itself included, 0 for full attention.
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     bytes_per_block: int
+    window: int = 0
+
+    def most_blocks(self, num_tokens: int, block_size: int, longest_chunk: int) -> int:
+        """Most blocks of this group that a sequence holds on its way to num_tokens tokens.
+
+        Of a window that is what its last tokens and a row of `longest_chunk` tokens take, wherever they begin: of m
+        tokens in a row, ceil((m - 1) / block_size) + 1 blocks hold at least one.
+        """
+        length = -(-num_tokens // block_size)
+        if not self.window:
+            return length
+        return min(length, -(-(self.window + longest_chunk - 2) // block_size) + 1)
 
 
 @dataclass(frozen=True)
@@ -134,6 +147,9 @@ class GroupTables:
 
     Shape:
         block_indptr: (R + 1,), block_ids: (block_indptr[R],), last_block_len: (R,) in [1, block_size].
+
+    Invariants:
+        No id is 0, the null block, but of a group with a window, before what the row's first token reads.
     """
 
     block_indptr: Int32

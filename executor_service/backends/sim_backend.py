@@ -9,6 +9,9 @@ All arithmetic is modulo 2**64; `mix` is a bijection with good avalanche, G an o
     content     = sum over all positions p of digest(p) * G**p, every digest READ through the block table.
     next token  = mix(content, and seed and position if temperature > 0, and the history if penalised) % vocab_size.
 
+With several KV groups each has digests and a content of its own, from a root of its own, and content is the sum over
+groups g of content_g * GROUP**g; a group with a window sums over the window's positions only.
+
 So the output depends on the content and the order of every block in the table, as attention does, and is computable
 from the prompt alone: `expected_tokens`. An unwritten slot holds 0. The content of whole blocks is kept as one
 polynomial per block and corrected with every write, so that a step costs per block, not per token of context.
@@ -40,7 +43,7 @@ from executor_service.backends.base import (
     StepBatch,
     StepResult,
 )
-from executor_service.backends.sim_digest import ROOT, mix_array, powers_of_g
+from executor_service.backends.sim_digest import group_constants, mix_array, powers_of_g
 from executor_service.backends.sim_sampler import choose_tokens
 
 __all__ = ["SimBackend", "SimBackendConfig"]
@@ -62,8 +65,12 @@ class SimBackendConfig:
         sim_step_ms: milliseconds a step takes at least; sim_us_per_token: microseconds added for each token;
         swap_space: bytes of host blocks.
 
+    Attributes:
+        sim_windows: of each KV group, 0 for full attention; a window is of 2 tokens at least, since each reads the one
+            before.
+
     Defaults:
-        max_model_len None: 8192, or what the blocks hold if that is less.
+        max_model_len None: 8192, or what the blocks hold if that is less. No sim_windows: one group of full attention.
     """
 
     model_name: str | None = None
@@ -76,6 +83,7 @@ class SimBackendConfig:
     sim_vocab_size: int = 32_000
     sim_num_blocks: int = 4096
     sim_eos_token_ids: tuple[int, ...] = ()
+    sim_windows: tuple[int, ...] = ()
 
 
 class SimBackend(Backend):
@@ -92,7 +100,10 @@ class SimBackend(Backend):
     def __init__(self, config: SimBackendConfig) -> None:
         self._config = config
         self._num_blocks = config.num_blocks_override or config.sim_num_blocks
-        fits = (self._num_blocks - 1) * config.block_size
+        bytes_per_block = config.block_size * _BYTES_PER_SLOT
+        self._groups = [KvGroupSpec(1, 1, 1, bytes_per_block, window) for window in config.sim_windows or (0,)]
+        self._roots, self._factors = group_constants(len(self._groups))
+        fits = (self._num_blocks - 1) // len(self._groups) * config.block_size
         self._max_model_len = config.max_model_len or min(_DEFAULT_MAX_MODEL_LEN, fits)
         self._powers = powers_of_g(0)
         self._slots: Uint64 = np.zeros(0, dtype=np.uint64)
@@ -112,16 +123,21 @@ class SimBackend(Backend):
         """Describe the model; there is nothing to load.
 
         Raises:
-            BackendError: an end-of-sequence id is not in the vocabulary.
+            BackendError: an end-of-sequence id is not in the vocabulary, or a window too short.
         """
         config = self._config
         for token_id in config.sim_eos_token_ids:
             if not 0 <= token_id < config.sim_vocab_size:
                 message = f"sim_eos_token_ids: expected ids in [0, {config.sim_vocab_size}), got {token_id}"
                 raise BackendError("BAD_EOS_TOKEN_ID", message, got=token_id)
+        for window in config.sim_windows:
+            if window < 0 or window == 1:
+                message = f"sim_windows: expected 0 for full attention or windows of at least 2 tokens, got {window}"
+                raise BackendError("BAD_WINDOW", message, got=window)
+        windows = "".join(f"-{window}" for window in config.sim_windows)
         return ModelInfo(
             model_name=config.model_name or "sim",
-            model_fingerprint=f"sim-1-vocab-{config.sim_vocab_size}",
+            model_fingerprint=f"sim-1-vocab-{config.sim_vocab_size}{'-windows' if windows else ''}{windows}",
             device="cpu",
             dtype="uint64",
             kv_cache_dtype="uint64",
@@ -129,7 +145,7 @@ class SimBackend(Backend):
             max_model_len=self._max_model_len,
             eos_token_ids=config.sim_eos_token_ids,
             block_size=config.block_size,
-            kv_groups=(KvGroupSpec(1, 1, 1, config.block_size * _BYTES_PER_SLOT),),
+            kv_groups=tuple(self._groups),
             max_logprobs=0,
         )
 
@@ -140,7 +156,9 @@ class SimBackend(Backend):
             NotEnoughMemoryError: they do not hold one sequence of max_model_len.
         """
         block_size, num_blocks = self._config.block_size, self._num_blocks
-        needed = -(-self._max_model_len // block_size) + 1
+        needed = 1 + sum(
+            group.most_blocks(self._max_model_len, block_size, max_num_batched_tokens) for group in self._groups
+        )
         if num_blocks < needed:
             raise NotEnoughMemoryError(
                 "NOT_ENOUGH_KV_MEMORY",
@@ -191,48 +209,49 @@ class SimBackend(Backend):
             BackendError: rows wait for each other's blocks in a circle; nothing was written.
         """
         started = time.monotonic()
-        self._write(batch)
+        for index in range(len(self._groups)):
+            self._write(batch, index)
         result = StepResult(np.empty(0, dtype=np.int32))
         if batch.sampling is not None:
-            contents = self._contents(batch.sampling.rows, batch.tables[0])
+            contents = self._contents(batch, batch.sampling.rows)
             result = choose_tokens(batch.sampling, contents, self._config.sim_vocab_size)
         duration = self._config.sim_step_ms / 1e3 + self._config.sim_us_per_token * len(batch.token_ids) / 1e6
         _sleep_until(started + duration)
         return result
 
-    def _write(self, batch: StepBatch) -> None:
-        """Store each token's digest in its slot and correct the blocks' polynomials."""
-        starts, slots = batch.query_indptr[:-1], batch.slot_mappings[0]
+    def _write(self, batch: StepBatch, group: int) -> None:
+        """Store each token's digest of one KV group in its slot and correct the blocks' polynomials."""
+        starts, slots = batch.query_indptr[:-1], batch.slot_mappings[group]
         added = mix_array(batch.token_ids.astype(np.uint64) << np.uint64(32) | batch.positions.astype(np.uint64))
         sums = np.cumsum(added)
         # The digest of a row's token is the sum up to it, plus what the row's first token found, less what other rows
         # have put into the sum.
-        offsets = self._found(batch, slots, sums, sums[starts] - added[starts])
+        offsets = self._found(batch, group, sums, sums[starts] - added[starts])
         digests = sums + np.repeat(offsets, np.diff(batch.query_indptr))
         blocks, places = np.divmod(slots, self._config.block_size)
         np.add.at(self._polynomials, blocks, (digests - self._slots[slots]) * self._powers[places])
         self._slots[slots] = digests
 
-    def _found(self, batch: StepBatch, slots: Int64, sums: Uint64, before: Uint64) -> Uint64:
+    def _found(self, batch: StepBatch, group: int, sums: Uint64, before: Uint64) -> Uint64:
         """Read the digest of each row's previous position through its table.
 
         It may be written by another row of this step, which may wait for a third one.
 
         Args:
             batch: the step.
-            slots: (T,) slot of each token.
+            group: the KV group.
             sums: (T,) running sum of what the tokens add.
             before: (R,) the sum before the row's first token.
 
         Returns:
             (R,) the digest found less `before`.
         """
-        block_size, table = self._config.block_size, batch.tables[0]
+        block_size, table, slots = self._config.block_size, batch.tables[group], batch.slot_mappings[group]
         first = batch.positions[batch.query_indptr[:-1]]
         previous = np.maximum(first - 1, 0)
         previous_slots = table.block_ids[table.block_indptr[:-1] + previous // block_size].astype(np.int64) * block_size
         previous_slots += previous % block_size
-        offsets = np.where(first > 0, self._slots[previous_slots], ROOT) - before
+        offsets = np.where(first > 0, self._slots[previous_slots], self._roots[group]) - before
         self._writer[slots] = np.arange(len(slots), dtype=np.int32)
         sources = np.where(first > 0, self._writer[previous_slots], -1)
         self._writer[slots] = -1
@@ -249,7 +268,28 @@ class SimBackend(Backend):
                 known[rows] = True
         return offsets
 
-    def _contents(self, rows: Int32, table: GroupTables) -> Uint64:
+    def _contents(self, batch: StepBatch, rows: Int32) -> Uint64:
+        """Read what the next tokens of these rows depend on, in all groups."""
+        contents = np.zeros(len(rows), dtype=np.uint64)
+        for group, table, factor in zip(self._groups, batch.tables, self._factors, strict=True):
+            if group.window:
+                contents += self._window(rows, table, batch.seq_lens[rows], group.window) * factor
+            else:
+                contents += self._whole(rows, table) * factor
+        return contents
+
+    def _window(self, rows: Int32, table: GroupTables, seq_lens: Int32, window: int) -> Uint64:
+        """Read the last `window` positions of the rows, slot by slot."""
+        block_size = self._config.block_size
+        starts = np.maximum(seq_lens - window, 0)
+        lengths = seq_lens - starts
+        row_starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
+        positions = np.arange(lengths.sum()) - np.repeat(row_starts - starts, lengths)
+        blocks = table.block_ids[np.repeat(table.block_indptr[rows], lengths) + positions // block_size]
+        values = self._slots[blocks.astype(np.int64) * block_size + positions % block_size]
+        return np.add.reduceat(values * self._powers[positions], row_starts)
+
+    def _whole(self, rows: Int32, table: GroupTables) -> Uint64:
         """Read everything the rows' tables hold: whole blocks by their polynomials, the last one slot by slot."""
         block_size = self._config.block_size
         starts, ends = table.block_indptr[rows], table.block_indptr[rows + 1]

@@ -11,11 +11,21 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PENALTY", "ROOT", "G", "expected_tokens", "history_digest", "mix_array", "powers_of_g"]
+__all__ = [
+    "PENALTY",
+    "ROOT",
+    "G",
+    "expected_tokens",
+    "group_constants",
+    "history_digest",
+    "mix_array",
+    "powers_of_g",
+]
 
 G = np.uint64(0x9E6C63D0876A9A47)
 ROOT = np.uint64(0x6A09E667F3BCC908)
 PENALTY = np.uint64(0xBB67AE8584CAA73B)
+GROUP = np.uint64(0x3C6EF372FE94F82B)
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -38,6 +48,13 @@ def powers_of_g(count: int) -> npt.NDArray[np.uint64]:
     return np.cumprod(factors)
 
 
+def group_constants(count: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """Return each KV group's digest(-1), ROOT + g * GROUP, and the factor of its content, GROUP**g. Shape: (count,)."""
+    factors = np.full(count, GROUP)
+    factors[0] = 1
+    return ROOT + np.arange(count, dtype=np.uint64) * GROUP, np.cumprod(factors)
+
+
 def history_digest(token_ids: npt.NDArray[np.int32], prompt_len: int) -> npt.NDArray[np.uint64]:
     """Digest a penalised row's history and where its prompt ends. Shape: returns (1,)."""
     terms: npt.NDArray[np.uint64] = (token_ids.astype(np.uint64) + np.uint64(1)) * powers_of_g(len(token_ids))[1:]
@@ -54,6 +71,7 @@ def expected_tokens(
     suppressed_token_ids: Collection[int] = (),
     min_tokens: int | None = None,
     penalised: bool = False,
+    windows: Sequence[int] = (0,),
 ) -> list[int]:
     """Compute what a `sim` executor produces for a prompt if every table it is sent is right.
 
@@ -66,20 +84,25 @@ def expected_tokens(
         suppressed_token_ids: ids that cannot be produced.
         min_tokens: how many of the first tokens the suppression holds for; None is all.
         penalised: whether the row has a repetition, presence or frequency penalty other than none.
+        windows: the executor's `sim_windows`, one value for each KV group.
 
     Returns:
         `num_tokens` ids.
     """
     tokens = list(prompt_token_ids)
-    digest, content, power = int(ROOT), 0, 1
-    computed = 0
+    sums, contents = [int(ROOT) + group * int(GROUP) for group in range(len(windows))], [0] * len(windows)
+    terms: list[list[int]] = [[] for _ in windows]
+    power = 1
     for produced in range(num_tokens):
-        for position in range(computed, len(tokens)):
-            digest = (digest + _mix(tokens[position] << 32 | position)) & _MASK
-            content = (content + digest * power) & _MASK
+        for position in range(len(terms[0]), len(tokens)):
+            for group, window in enumerate(windows):
+                sums[group] += _mix(tokens[position] << 32 | position)
+                terms[group].append(sums[group] * power & _MASK)
+                contents[group] += terms[group][position]
+                if window and position >= window:
+                    contents[group] -= terms[group][position - window]
             power = power * int(G) & _MASK
-        computed = len(tokens)
-        state = _mix(content)
+        state = _mix(sum(content * int(GROUP) ** group for group, content in enumerate(contents)) & _MASK)
         if penalised:
             state ^= _mix(_history(tokens, len(prompt_token_ids)) + int(PENALTY))
         word = _mix(state + _mix(seed ^ _mix(len(tokens)))) if temperature > 0 else _mix(state)

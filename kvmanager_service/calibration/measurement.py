@@ -117,8 +117,13 @@ async def measure(
 
 
 def _check_usable(info: pb.GetModelInfoResponse, *, force: bool) -> None:
-    if len(info.kv_groups) != 1:
-        raise CalibrationError("KV_GEOMETRY_UNSUPPORTED", f"expected one KV group, got {len(info.kv_groups)}")
+    types = [group.type for group in info.kv_groups]
+    if types != [pb.KV_GROUP_TYPE_FULL_ATTENTION]:
+        raise CalibrationError(
+            "KV_GEOMETRY_UNSUPPORTED",
+            f"expected one KV group, of full attention, got {len(types)} of types {types}; calibrate on a model with"
+            " full attention in every layer",
+        )
     if info.HasField("kv_cache") and not force:
         raise CalibrationError(
             "EXECUTOR_IN_USE",

@@ -19,6 +19,7 @@ from kvmanager_service.core.adoption import TaggedBlock
 from kvmanager_service.core.block import KVCacheBlock
 from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import HashFunction, default_hash, hash_block_tokens
+from kvmanager_service.core.block_history import BlockHistory
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.copy_on_write import CopyOnWrite
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY
@@ -427,13 +428,23 @@ def make_kv_cache(
     longest_chunk: int,
     enable_caching: bool = True,
     hash_function: HashFunction = default_hash,
+    eviction_policy: str = DEFAULT_EVICTION_POLICY,
     events: BlockEventLog | None = None,
+    history: BlockHistory | None = None,
 ) -> KVCache:
-    """The books for a model's groups: a single one of full attention needs no coordinator. See `KVCacheCoordinator`."""
-    if len(groups) == 1 and isinstance(groups[0], FullAttention):
-        size = groups[0].block_size
+    """The books for a model's groups: a single one of full attention needs no coordinator. See `KVCacheCoordinator`.
+
+    Only a cache that needs none tells `history`.
+    """
+    if needs_no_coordinator(groups):
         return KVCacheManager(
-            num_blocks, size, enable_caching=enable_caching, hash_function=hash_function, events=events
+            num_blocks,
+            groups[0].block_size,
+            enable_caching=enable_caching,
+            hash_function=hash_function,
+            eviction_policy=eviction_policy,
+            events=events,
+            history=history,
         )
     return KVCacheCoordinator(
         num_blocks,
@@ -441,8 +452,19 @@ def make_kv_cache(
         longest_chunk=longest_chunk,
         enable_caching=enable_caching,
         hash_function=hash_function,
+        eviction_policy=eviction_policy,
         events=events,
     )
+
+
+def needs_no_coordinator(groups: Sequence[KVGroup]) -> bool:
+    """Whether there is one group, of full attention."""
+    return len(groups) == 1 and isinstance(groups[0], FullAttention)
+
+
+def table_sizes(kv: KVCache) -> list[int]:
+    """By group, tokens per entry of its tables. None where requests have their one table in `blocks`."""
+    return [group.block_size for group in kv.groups] if isinstance(kv, KVCacheCoordinator) else []
 
 
 def _depth(held: tuple[int, KVCacheBlock]) -> int:

@@ -173,7 +173,7 @@ class Request:
         num_computed_tokens: tokens whose K/V is computed or being computed by an outstanding step.
         blocks: the block table.
         block_id_bytes: the table's block ids as on the wire, little-endian int32.
-        last_block_id_bytes: the table it held when it ended.
+        last_block_id_bytes: the table it held when it ended; of several KV groups, that of the first.
         block_hashes: chain hashes of the full blocks of known tokens.
         extra_keys: what of the request as a whole decides its K/V; keys of its first block.
         spans: what stands behind its tokens; None for nothing.

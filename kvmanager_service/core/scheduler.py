@@ -449,7 +449,8 @@ class Scheduler:
         self._end(request, reason, self.book.emit(request, [], error))
 
     def _end(self, request: Request, reason: FinishReason, output: RequestOutput) -> None:
-        request.last_block_id_bytes = bytes(request.block_id_bytes)
+        tables = request.tables  # of several KV groups: the first is shown
+        request.last_block_id_bytes = bytes(tables[0].block_id_bytes if tables else request.block_id_bytes)
         self.residency.end(request)
         request.drop_tokens()
         self._suspects.forget(request)

@@ -269,6 +269,7 @@ def _to_request_info(view: RequestView) -> pb.RequestInfo:
         block_table=view.block_table,
         age_seconds=view.age_seconds,
         tenant=view.tenant,
+        block_tables=[pb.GroupBlockTable(block_ids=block_ids) for block_ids in view.block_tables],
     )
     if view.finish_reason is not None and view.finish_reason in FINISH_REASONS:
         info.finish_reason = FINISH_REASONS[view.finish_reason]
@@ -293,5 +294,9 @@ def _to_block_record(record: BlockRecord) -> pb.BlockRecord:
 
 def _to_block_info(block: BlockView) -> pb.BlockInfo:
     return pb.BlockInfo(
-        block_id=block.block_id, ref_cnt=block.ref_cnt, block_hash=block.block_hash, provisional=block.provisional
+        block_id=block.block_id,
+        ref_cnt=block.ref_cnt,
+        block_hash=block.block_hash,
+        provisional=block.provisional,
+        group=block.group,
     )

@@ -23,12 +23,14 @@ class Job:
     Attributes:
         options: further options of the client's `stream`.
         token_ids: what has arrived so far.
+        windows: the executor's `sim_windows`.
     """
 
     prompt: list[int]
     max_tokens: int
     options: dict[str, Any] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
+    windows: tuple[int, ...] = (0,)
     finish_reason: FinishReason | None = None
     cached_tokens: int = -1
 
@@ -42,6 +44,7 @@ class Job:
             seed=self.options.get("seed", 0),
             temperature=self.options.get("temperature", 0.0),
             penalised=any(name in self.options for name in PENALTIES),
+            windows=self.windows,
         )
 
     async def run(self, client: AsyncClient) -> None:

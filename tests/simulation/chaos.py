@@ -33,6 +33,7 @@ from kvmanager_service.core.errors import (
 )
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
 from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan, request_keys
+from kvmanager_service.core.kv_cache_coordinator import KVCache, KVCacheCoordinator
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import TOKEN_BYTES, FinishReason, NewRequest, Request, SamplingParams, StopRules
@@ -40,7 +41,7 @@ from kvmanager_service.core.retention import END_OF_SEQUENCE, RetentionRange
 from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig
 from kvmanager_service.core.suspects import MAX_FAILED_STEPS
 from kvmanager_service.step_message import read_execute_response
-from tests.simulation.harness import VOCAB_SIZE, Produced, World
+from tests.simulation.harness import VOCAB_SIZE, Produced, World, kv_groups, pool_tokens
 from tests.unit.core.builders import chain_of, state_of, token_bytes
 
 Operation = tuple[str, tuple[Any, ...]]
@@ -94,6 +95,8 @@ class Chaos:
         preemption_mode: the scheduler's; None lets the seed choose.
         crowded: as many at once as come, and outputs as long as the pool allows: most are preempted, and often.
         events: told of every change of the cache.
+        windows: of the model's KV groups, 0 for full attention; none is one group of full attention. Nothing is swapped
+            or pinned where there are some.
     """
 
     def __init__(
@@ -107,11 +110,13 @@ class Chaos:
         preemption_mode: str | None = None,
         crowded: bool = False,
         events: BlockEventLog | None = None,
+        windows: tuple[int, ...] = (),
     ) -> None:
         self.seed = seed
+        self.windows = windows
         self.rng = rng = random.Random(seed)
         self.block_size = rng.choice((1, 2, 3, 4, 8, 16))
-        self.num_blocks = rng.choice((rng.randint(3, 12), rng.randint(8, 40)))
+        self.num_blocks = rng.choice((rng.randint(3, 12), rng.randint(8, 40))) + 4 * len(windows)
         chosen = rng.random() < 0.2
         self.one_byte = chosen if one_byte is None else one_byte
         caching = rng.random() < 0.95
@@ -143,22 +148,37 @@ class Chaos:
             max_pinned_fraction=kept.choice((0.25, 0.6, 1.0)),
         )
 
+        if windows:
+            self.has_pins = False
+            config = dataclasses.replace(config, preemption_mode=RECOMPUTE, long_prefill_token_threshold=0)
         self.crowded = crowded
         if crowded:
             config = dataclasses.replace(
                 config, max_num_batched_tokens=swap.choice((64, 4096)), max_num_seqs=64, watermark=0.0
             )
 
-        def make_kv(num_blocks: int, block_size: int) -> KVCacheManager:
+        def make_kv(num_blocks: int, block_size: int) -> KVCache:
             hash_function = one_byte_hash if self.one_byte else default_hash
-            kv = KVCacheManager(
-                num_blocks,
-                block_size,
-                enable_caching=caching,
-                hash_function=hash_function,
-                eviction_policy=eviction_policy,
-                events=events,
-            )
+            kv: KVCache
+            if windows:
+                kv = KVCacheCoordinator(
+                    num_blocks,
+                    kv_groups(block_size, windows),
+                    longest_chunk=config.max_num_batched_tokens,
+                    enable_caching=caching,
+                    hash_function=hash_function,
+                    eviction_policy=eviction_policy,
+                    events=events,
+                )
+            else:
+                kv = KVCacheManager(
+                    num_blocks,
+                    block_size,
+                    enable_caching=caching,
+                    hash_function=hash_function,
+                    eviction_policy=eviction_policy,
+                    events=events,
+                )
             kv.pool.advance(self.clock)
             return kv
 
@@ -170,6 +190,7 @@ class Chaos:
             num_host_blocks=self._draw_host_blocks(),
             token_us=swap.choice((0, 10)),
             copy_us=swap.choice((0, 10 * self.block_size, 1_000)),
+            windows=windows,
         )
         self.smallest_pool = self.pool_tokens
         self.was_replaced = False
@@ -213,7 +234,8 @@ class Chaos:
     @property
     def pool_tokens(self) -> int:
         """What the pool holds now."""
-        return (self.world.num_blocks - 1) * self.world.block_size
+        world = self.world
+        return pool_tokens(world.num_blocks, world.block_size, world.config, self.windows)
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -247,6 +269,7 @@ class Chaos:
                 suppressed_token_ids=stop,
                 min_tokens=min_tokens,
                 penalised=sampling.has_penalty,
+                windows=self.windows or (0,),
             )
 
         stop: tuple[int, ...] = ()
@@ -325,7 +348,7 @@ class Chaos:
         if request_id in self.stories:
             return
         story = self.drawn[request_id]
-        too_long = -(-(len(story.prompt) + 1) // self.world.block_size) > self.world.num_blocks - 1
+        too_long = len(story.prompt) + 1 > self.pool_tokens
         try:
             scheduler.add_request(story.new)
         except InvalidRequestError:
@@ -375,12 +398,15 @@ class Chaos:
             seed=seed,
             temperature=sampling.temperature,
             penalised=sampling.has_penalty,
+            windows=self.windows or (0,),
         )
         before = state_of(scheduler)
         try:
             scheduler.fork(parent_id, new)
-        except InvalidRequestError:
-            assert len(prompt) >= self.pool_tokens, f"{request_id} was refused and would fit"
+        except InvalidRequestError as error:
+            # What it would read, its parent's windows may have left.
+            has_left = self.windows and error.reason == "NOT_A_FORK"
+            assert len(prompt) >= self.pool_tokens or has_left, f"{request_id} was refused and would fit"
             assert state_of(scheduler) == before
         except QueueFullError:
             assert state_of(scheduler) == before
@@ -483,7 +509,8 @@ class Chaos:
         self.world.lose_stream()
 
     def _replace_executor(self) -> None:
-        num_blocks = self.rng.choice((self.num_blocks, self.num_blocks, self.rng.randint(3, self.num_blocks)))
+        fewest = 3 + 4 * len(self.windows)
+        num_blocks = self.rng.choice((self.num_blocks, self.num_blocks, self.rng.randint(fewest, self.num_blocks)))
         block_size = self.rng.choice((self.block_size, self.block_size, self.rng.randint(1, 16)))
         self._perform("replace_executor", num_blocks, block_size, self._draw_host_blocks())
 

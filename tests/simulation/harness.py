@@ -16,13 +16,31 @@ from executor_service.input_batch import parse_step
 from executor_service.kv_session import KvSession
 from executor_service.step_response import build_response
 from kvmanager_service.core.block_tag import decode_tag
+from kvmanager_service.core.kv_cache_coordinator import KVCache, table_sizes
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.kv_groups import FullAttention, KVGroup, SlidingWindow
 from kvmanager_service.core.request import TOKEN_BYTES, FinishReason
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
+from kvmanager_service.executor_groups import longest_fit
 from kvmanager_service.step_message import build_execute_request, read_execute_response
 
 VOCAB_SIZE = 32_000
+MAX_POOL_TOKENS = 10_000
+"""Of a pool whose groups all have windows: it holds sequences of any length."""
+
+
+def kv_groups(block_size: int, windows: tuple[int, ...]) -> list[KVGroup]:
+    """The core's groups for a sim executor's windows."""
+    return [SlidingWindow(block_size, window) if window else FullAttention(block_size) for window in windows or (0,)]
+
+
+def pool_tokens(num_blocks: int, block_size: int, config: SchedulerConfig, windows: tuple[int, ...]) -> int:
+    """Tokens of the longest sequence that the pool holds."""
+    if not windows:
+        return (num_blocks - 1) * block_size
+    groups = kv_groups(block_size, windows)
+    return longest_fit(groups, num_blocks - 1, MAX_POOL_TOKENS, config.max_num_batched_tokens)
 
 
 class FailingSimBackend(SimBackend):
@@ -63,15 +81,24 @@ class SimExecutor:
         token_us, copy_us: what it says that a token and the copy of a block took, in microseconds.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, config: SchedulerConfig, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        config: SchedulerConfig,
+        num_host_blocks: int = 0,
+        windows: tuple[int, ...] = (),
+    ) -> None:
         self.token_us = self.copy_us = 0
         self.backend = FailingSimBackend(
             SimBackendConfig(
-                max_model_len=(num_blocks - 1) * block_size,
+                # Of windows a sequence may get longer than what is promised to fit, and still run.
+                max_model_len=MAX_POOL_TOKENS if windows else (num_blocks - 1) * block_size,
                 block_size=block_size,
-                sim_num_blocks=num_blocks,
+                sim_num_blocks=MAX_POOL_TOKENS * len(windows) + 1 if windows else num_blocks,
                 swap_space=num_host_blocks * block_size * 8,
                 sim_vocab_size=VOCAB_SIZE,
+                sim_windows=windows,
             )
         )
         self.session = KvSession(self.backend)
@@ -127,6 +154,7 @@ class World:
         num_host_blocks: blocks in the executor's host memory.
         token_us: microseconds that the executor says a token takes.
         copy_us: the same for the copy of a block.
+        windows: of the executor's KV groups, 0 for full attention; none is one group of full attention.
     """
 
     def __init__(
@@ -134,12 +162,14 @@ class World:
         num_blocks: int,
         block_size: int = 16,
         config: SchedulerConfig | None = None,
-        make_kv: Callable[[int, int], KVCacheManager] = KVCacheManager,
+        make_kv: Callable[[int, int], KVCache] = KVCacheManager,
         *,
         num_host_blocks: int = 0,
         token_us: int = 0,
         copy_us: int = 0,
+        windows: tuple[int, ...] = (),
     ) -> None:
+        self.windows = windows
         self.config = config or SchedulerConfig()
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -151,7 +181,7 @@ class World:
         self.produced: dict[str, Produced] = {}
 
     def _make_executor(self) -> SimExecutor:
-        executor = SimExecutor(self.num_blocks, self.block_size, self.config, self.num_host_blocks)
+        executor = SimExecutor(self.num_blocks, self.block_size, self.config, self.num_host_blocks, self.windows)
         executor.token_us, executor.copy_us = self._times
         return executor
 
@@ -159,7 +189,8 @@ class World:
         """Schedule and send as many steps as may be out. Returns whether any was."""
         sent = False
         while (step := self.scheduler.schedule()) is not None:
-            self.executor.send(build_execute_request(step, self.executor.kv_epoch, self.block_size))
+            sizes = table_sizes(self.scheduler.kv)
+            self.executor.send(build_execute_request(step, self.executor.kv_epoch, self.block_size, sizes))
             sent = True
         self.publish()
         return sent

@@ -75,10 +75,15 @@ def _request_table(infos: Sequence[RequestInfo]) -> Table:
         )
         age = f"{info.age_seconds:.1f} s"
         tenant = (escaped(info.tenant),) if has_tenants else ()
-        table.add_row(
-            escaped(info.request_id), status, *tenant, age, *(str(count) for count in counts), ranges(info.block_table)
-        )
+        table.add_row(escaped(info.request_id), status, *tenant, age, *(str(count) for count in counts), _tables(info))
     return table
+
+
+def _tables(info: RequestInfo) -> str:
+    """Its block ids; of several KV groups one line for each, without the null blocks that windows have left behind."""
+    if not info.block_tables:
+        return ranges(info.block_table)
+    return "\n".join(ranges(tuple(block_id for block_id in table if block_id)) for table in info.block_tables)
 
 
 blocks_app = typer.Typer(invoke_without_command=True)
@@ -164,9 +169,11 @@ def trace(
 
 
 def _block_table(infos: Sequence[BlockInfo]) -> Table:
-    table = Table("block", "references", "state", "hash", box=None)
+    has_groups = any(info.group for info in infos)
+    table = Table("block", "references", "state", *(("group",) if has_groups else ()), "hash", box=None)
     for info in infos:
-        table.add_row(str(info.block_id), str(info.ref_cnt), _state(info), info.block_hash or "")
+        group = (str(info.group) if info.block_hash else "",) if has_groups else ()
+        table.add_row(str(info.block_id), str(info.ref_cnt), _state(info), *group, info.block_hash or "")
     return table
 
 

@@ -230,7 +230,7 @@ async def test_engine_invariant_broken_in_a_call_ends_every_stream_and_admits_no
     [
         ({"tokenizer_files": [pb.TokenizerFile(name="tokenizer.json", content=b"{")]}, {}, "TOKENIZER_UNREADABLE"),
         ({"kv_groups": []}, {}, "KV_GEOMETRY_UNSUPPORTED"),
-        ({"kv_groups": [pb.KvGroup(type=TYPE)] * 2}, {}, "KV_GEOMETRY_UNSUPPORTED"),
+        ({"kv_groups": [pb.KvGroup(type=TYPE, window=4)]}, {}, "KV_GEOMETRY_UNSUPPORTED"),
         ({}, {"block_size": 0}, "KV_GEOMETRY_UNSUPPORTED"),
         ({}, {"num_blocks": 1}, "KV_GEOMETRY_UNSUPPORTED"),
     ],

@@ -6,6 +6,8 @@ from kvplane.executor.v1 import executor_service_pb2 as pb
 
 from kvmanager_service.core.block_tag import decode_tag
 from kvmanager_service.core.errors import BadResultError
+from kvmanager_service.core.kv_cache_coordinator import table_sizes
+from kvmanager_service.core.kv_groups import FullAttention, SlidingWindow
 from kvmanager_service.core.request import SamplingParams, TokenLogprobs
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.step import Step
@@ -17,6 +19,7 @@ from kvmanager_service.step_message import (
 )
 from tests.unit.core.builders import (
     block_ids,
+    make_coordinator,
     make_kv,
     make_new,
     make_result,
@@ -61,6 +64,38 @@ def test_build_execute_request_prefill_and_decode_rows_lie_end_to_end() -> None:
     assert ints(message.sampling.rows) == [0], "b's prompt is not computed to its end"
     assert not message.HasField("feeds_from")
     assert message.feeds_from_step_id == 0
+
+
+def test_build_execute_request_has_a_table_for_each_kv_group_with_null_blocks_before_its_window() -> None:
+    groups = [FullAttention(4), SlidingWindow(2, 5)]
+    scheduler = make_scheduler(make_coordinator(groups, longest_chunk=8), max_num_batched_tokens=8)
+    request = scheduler.add_request(make_new("a", range(1, 15)))
+    run_step(scheduler)
+    step = scheduler.schedule()
+    assert step is not None
+    sizes = table_sizes(scheduler.kv)
+    assert sizes == [4, 2]
+    full, sliding = build_execute_request(step, 77, scheduler.kv.block_size, sizes).block_tables
+    # Tokens 8 to 13: the first of them reads back to 4.
+    assert ints(full.block_indptr) == [0, 4]
+    assert ints(full.last_block_len) == ints(sliding.last_block_len) == [2]
+    assert ints(full.block_ids) == block_ids(request.tables[0].blocks)
+    assert ints(sliding.block_indptr) == [0, 7]
+    assert ints(sliding.block_ids)[:2] == [0, 0]
+    assert ints(sliding.block_ids) == block_ids(request.tables[1].blocks[:7])
+    assert 0 not in ints(sliding.block_ids)[2:]
+
+
+def test_build_execute_request_without_rows_has_an_empty_table_for_each_kv_group() -> None:
+    scheduler = make_scheduler(make_coordinator([FullAttention(4), SlidingWindow(4, 5)]))
+    scheduler.add_request(make_new("a", range(1, 10), max_tokens=1))
+    run_step(scheduler)
+    step = scheduler.schedule()
+    assert step is not None
+    assert not step.rows
+    assert step.tags
+    message = build_execute_request(step, 77, 4, table_sizes(scheduler.kv))
+    assert [(ints(tables.block_indptr), ints(tables.block_ids)) for tables in message.block_tables] == [([0], [])] * 2
 
 
 @pytest.mark.parametrize(("length", "blocks", "last"), [(1, 1, 1), (3, 1, 3), (4, 1, 4), (5, 2, 1), (8, 2, 4)])

@@ -76,6 +76,20 @@ class Row:
     feed: int = -1
     history: tuple[Sequence[int], int] | None = None
     forks: Sequence[Sample] = ()
+    more_tables: Sequence[Sequence[int]] = ()
+
+    def tables(self) -> list[Sequence[int]]:
+        """One for each KV group."""
+        return [self.table, *self.more_tables]
+
+
+def _block_tables(tables: Sequence[Sequence[int]], ends: Sequence[int], block_size: int) -> pb.BlockTables:
+    used = [list(table[: -(-end // block_size)]) for table, end in zip(tables, ends, strict=True)]
+    return pb.BlockTables(
+        block_indptr=column([0, *np.cumsum([len(table) for table in used], dtype=int)]),
+        block_ids=column([block for table in used for block in table]),
+        last_block_len=column([(end - 1) % block_size + 1 for end in ends]),
+    )
 
 
 def make_step(
@@ -91,7 +105,7 @@ def make_step(
     """A step as the contract wants it; copies are (direction, source, target)."""
     lengths = [len(row.token_ids) for row in rows]
     ends = [row.start + length for row, length in zip(rows, lengths, strict=True)]
-    tables = [list(row.table[: -(-end // block_size)]) for row, end in zip(rows, ends, strict=True)]
+    num_groups = max([len(row.tables()) for row in rows], default=1)
     request = pb.ExecuteRequest(
         step_id=step_id,
         kv_epoch=kv_epoch,
@@ -99,11 +113,7 @@ def make_step(
         token_ids=column([token for row in rows for token in row.token_ids]),
         positions=column([pos for row, end in zip(rows, ends, strict=True) for pos in range(row.start, end)]),
         block_tables=[
-            pb.BlockTables(
-                block_indptr=column([0, *np.cumsum([len(table) for table in tables], dtype=int)]),
-                block_ids=column([block for table in tables for block in table]),
-                last_block_len=column([(end - 1) % block_size + 1 for end in ends]),
-            )
+            _block_tables([row.tables()[group] for row in rows], ends, block_size) for group in range(num_groups)
         ],
         feeds_from_step_id=feeds_from_step_id,
     )

@@ -20,7 +20,7 @@ def make_limits(**values):
         "block_size": 4,
         "vocab_size": 100,
         "max_model_len": 40,
-        "num_groups": 1,
+        "windows": (0,),
         "max_num_batched_tokens": 16,
         "max_num_seqs": 4,
         "sampling": SamplingParser(100, 5),
@@ -89,11 +89,41 @@ def test_parse_step_without_copies_has_no_runs():
 
 
 def test_parse_step_two_groups_give_two_tables():
-    request = make_step(1, 1, [Row([1, 2], [1])])
-    request.block_tables.add().CopyFrom(make_step(1, 1, [Row([1, 2], [9])]).block_tables[0])
-    step = parse_step(request, make_limits(num_groups=2))
+    request = make_step(1, 1, [Row([1, 2], [1], more_tables=[[9]])])
+    step = parse_step(request, make_limits(windows=(0, 0)))
     assert [slots.tolist() for slots in step.slot_mappings] == [[4, 5], [36, 37]]
     assert step.written_blocks.tolist() == [1, 1, 9, 9]
+
+
+def test_parse_step_block_written_in_two_groups_is_refused():
+    request = make_step(1, 1, [Row([1, 2], [1], more_tables=[[9]]), Row([1, 2], [9], more_tables=[[3]])])
+    with pytest.raises(InvalidFieldError, match="every block written in one KV group, got block 9 in two"):
+        parse_step(request, make_limits(windows=(0, 0)))
+
+
+@pytest.mark.parametrize(
+    ("start", "window", "num_null"),
+    [(8, 5, 1), (8, 4, 1), (9, 6, 1), (12, 5, 2), (12, 1, 3), (11, 4, 2), (0, 4, 0)],
+)
+def test_parse_step_null_block_is_taken_before_the_window_and_nowhere_else(start, window, num_null):
+    """The entry of position p is p // 4; the row's first token reads from start - window + 1 on."""
+    table = [1, 2, 3, 4]
+    for null in range(4):
+        windowed = [0 if entry <= null else block for entry, block in enumerate(table)]
+        row = Row([1, 2], [11, 12, 13, 14], start=start, more_tables=[windowed])
+        request = make_step(1, 1, [Row([5], [7], more_tables=[[8]]), row])
+        if null < num_null:
+            step = parse_step(request, make_limits(windows=(0, window)))
+            assert step.slot_mappings[1].tolist()[1:] == [(start // 4 + 1) * 4 + start % 4 + place for place in (0, 1)]
+        elif null < (start + 1) // 4 + 1:
+            with pytest.raises(InvalidFieldError, match=r"block_tables\[1\].block_ids\[\d\].* which row 1 reads"):
+                parse_step(request, make_limits(windows=(0, window)))
+
+
+def test_parse_step_null_block_of_full_attention_is_refused():
+    request = make_step(1, 1, [Row([1], [0, 2], start=4, more_tables=[[0, 3]])])
+    with pytest.raises(InvalidFieldError, match=r"block_tables\[0\].block_ids\[0\]: expected a value in \[1, "):
+        parse_step(request, make_limits(windows=(0, 2)))
 
 
 def _set(path, values):

@@ -18,15 +18,17 @@ NO_TOKENS = np.empty(0, dtype=np.int32)
 class Sim:
     """A sim backend that is fed steps as the executor would."""
 
-    def __init__(self, *, block_size=4, num_blocks=64, vocab_size=VOCAB):
-        config = SimBackendConfig(block_size=block_size, sim_num_blocks=num_blocks, sim_vocab_size=vocab_size)
+    def __init__(self, *, block_size=4, num_blocks=64, vocab_size=VOCAB, windows=()):
+        config = SimBackendConfig(
+            block_size=block_size, sim_num_blocks=num_blocks, sim_vocab_size=vocab_size, sim_windows=windows
+        )
         self.block_size = block_size
         self.backend = SimBackend(config)
         info = self.backend.load()
         self.backend.initialize_kv_cache(num_blocks)
         sampling = SamplingParser(vocab_size, info.max_logprobs)
         self.limits = StepLimits(
-            1, num_blocks, 0, block_size, vocab_size, info.max_model_len, 1, 10_000, 1_000, sampling
+            1, num_blocks, 0, block_size, vocab_size, info.max_model_len, windows or (0,), 10_000, 1_000, sampling
         )
 
     def run(self, *rows):
@@ -54,6 +56,34 @@ def generate(sim, prompt, table, count, **values):
 def test_execute_any_block_size_gives_the_oracles_tokens(block_size):
     table = [7, 3, 20, 1, 9, 2, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43]
     assert generate(Sim(block_size=block_size), PROMPT, table, 9) == oracle(PROMPT, 9)
+
+
+@pytest.mark.parametrize("windows", [(0, 5), (6,), (0, 0), (0, 2, 9, 2)])
+def test_execute_several_groups_give_the_oracles_tokens(windows):
+    """Decoding, with null blocks from where a window has passed on."""
+    sim, length = Sim(windows=windows), len(PROMPT)
+    first, *more = tables = [list(range(1 + 15 * group, 16 + 15 * group)) for group in range(len(windows))]
+    tokens = sim.tokens(Row(PROMPT, first, more_tables=more))
+    while len(tokens) < 20:
+        start = length + len(tokens) - 1
+        for table, window in zip(tables, windows, strict=True):
+            passed = max(0, start - window + 1) // 4 if window else 0
+            table[:passed] = [0] * passed
+        tokens += sim.tokens(Row([tokens[-1]], first, start=start, more_tables=more))
+    assert tokens == oracle(PROMPT, 20, windows=windows)
+    assert tokens != oracle(PROMPT, 20)
+
+
+def test_execute_group_that_reads_another_block_in_its_window_gives_another_token():
+    def token(sliding):
+        sim = Sim(windows=(0, 5))
+        sim.run(Row(list(range(12)), [1, 2, 3], more_tables=[[5, 6, 7]]))
+        return sim.tokens(Row([12], [1, 2, 3, 4], start=12, more_tables=[sliding]))
+
+    right = oracle(list(range(13)), 1, windows=(0, 5))
+    assert token([5, 6, 7, 8]) == token([0, 0, 7, 8]) == token([9, 9, 7, 8]) == right
+    assert token([5, 6, 9, 8]) != right
+    assert token([5, 6, 3, 8]) != right, "another group's block of the same tokens"
 
 
 def test_oracle_values_never_change():
@@ -90,6 +120,21 @@ def test_execute_row_whose_one_fork_has_no_token_left_fails():
     result = Sim(vocab_size=4).run(Row([1], [1], forks=[none_left]), Row([2], [2]))
     assert {(failure.row, failure.reason) for failure in result.failures} == {(0, "ALL_TOKENS_SUPPRESSED")}
     assert result.sampled_token_ids.tolist()[2:] == expected_tokens([2], 1, vocab_size=4)
+
+
+@pytest.mark.parametrize("window", [1, -3])
+def test_load_window_in_which_no_token_reads_the_one_before_is_refused(window):
+    with pytest.raises(BackendError, match=f"sim_windows: expected 0 .* got {window}") as caught:
+        SimBackend(SimBackendConfig(sim_windows=(0, window))).load()
+    assert caught.value.reason == "BAD_WINDOW"
+
+
+def test_profile_memory_of_several_groups_counts_a_sequences_blocks_in_all():
+    # 100 tokens in blocks of 16: 7 of full attention, and of a window of 20 with steps of 16 tokens 4.
+    config = {"sim_windows": (0, 20), "max_model_len": 100}
+    SimBackend(SimBackendConfig(sim_num_blocks=12, **config)).profile_memory(16, 4)
+    with pytest.raises(NotEnoughMemoryError, match="needs 12 blocks of 16"):
+        SimBackend(SimBackendConfig(sim_num_blocks=11, **config)).profile_memory(16, 4)
 
 
 def test_profile_memory_host_blocks_are_what_the_swap_space_holds():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
@@ -18,14 +21,23 @@ from kvmanager_service.executor_client import ReadyExecutor
 SERVED = ModelView("tiny", "f1", 128, 600, (0,), 0, "float32")
 
 
+def kv_group(window: int) -> pb.KvGroup:
+    full, sliding = pb.KV_GROUP_TYPE_FULL_ATTENTION, pb.KV_GROUP_TYPE_SLIDING_WINDOW
+    return pb.KvGroup(type=sliding if window else full, window=window)
+
+
 def ready(
-    max_model_len: int = 128, num_blocks: int = 65, block_size: int = 4, groups: int = 1, num_host_blocks: int = 0
+    max_model_len: int = 128,
+    num_blocks: int = 65,
+    block_size: int = 4,
+    windows: tuple[int, ...] = (0,),
+    num_host_blocks: int = 0,
 ) -> ReadyExecutor:
     info = pb.GetModelInfoResponse(
         model_name="tiny",
         model_fingerprint="f1",
         max_model_len=max_model_len,
-        kv_groups=[pb.KvGroup(type=pb.KV_GROUP_TYPE_FULL_ATTENTION)] * groups,
+        kv_groups=[kv_group(window) for window in windows],
     )
     kv_cache = pb.KvCacheState(
         kv_epoch=1, num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks
@@ -37,7 +49,7 @@ def test_executor_that_fits_passes_every_check() -> None:
     for served in (None, SERVED):
         require_model(served, ready().info)
         require_geometry(ready())
-        require_length(served, ready())
+        require_length(served, ready(), longest_chunk=16)
 
 
 def test_executor_of_other_weights_is_a_mismatch() -> None:
@@ -47,24 +59,67 @@ def test_executor_of_other_weights_is_a_mismatch() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"groups": 0}, {"groups": 2}, {"block_size": 0}, {"num_blocks": 1}, {"num_host_blocks": -1}]
+    ("changes", "message"),
+    [
+        ({"windows": ()}, "kv_groups: expected 1 to 64 groups, got 0"),
+        ({"windows": (0,) * 65}, "kv_groups: expected 1 to 64 groups, got 65"),
+        ({"windows": (0, -1)}, "got group 1 of type 2 with window -1"),
+        ({"windows": (0, 8, 8), "num_blocks": 3}, "kv_cache: expected num_blocks above the number of groups, 3"),
+        ({"block_size": 0}, "kv_cache: expected block_size"),
+        ({"num_blocks": 1}, "kv_cache: expected block_size"),
+        ({"num_host_blocks": -1}, "kv_cache: expected block_size"),
+    ],
 )
-def test_executor_of_a_cache_without_books_is_of_unsupported_geometry(changes: dict[str, int]) -> None:
-    with pytest.raises(ExecutorUnfitError, match="kv_cache: expected one group") as caught:
+def test_executor_of_a_cache_without_books_is_of_unsupported_geometry(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ExecutorUnfitError, match=message) as caught:
         require_geometry(ready(**changes))
     assert caught.value.reason == "KV_GEOMETRY_UNSUPPORTED"
 
 
+@pytest.mark.parametrize(
+    "group",
+    [
+        pb.KvGroup(type=pb.KV_GROUP_TYPE_UNSPECIFIED),
+        pb.KvGroup(type=pb.KV_GROUP_TYPE_FULL_ATTENTION, window=8),
+        pb.KvGroup(type=pb.KV_GROUP_TYPE_SLIDING_WINDOW),
+        pb.KvGroup(type=77),  # type: ignore[arg-type]
+    ],
+)
+def test_executor_with_a_group_of_unknown_type_is_of_unsupported_geometry(group: pb.KvGroup) -> None:
+    executor = ready()
+    executor.info.kv_groups.append(group)
+    with pytest.raises(ExecutorUnfitError, match="expected full attention without a window, or a sliding window"):
+        require_geometry(executor)
+
+
+@pytest.mark.parametrize("windows", [(0, 8), (8,), (0, 0)])
+def test_executor_with_several_groups_or_a_window_will_do_unless_its_blocks_are_to_be_swapped(
+    windows: tuple[int, ...],
+) -> None:
+    require_geometry(ready(windows=windows))
+    for mode in ("swap", "auto"):
+        with pytest.raises(ExecutorUnfitError, match=f"for --preemption-mode {mode}, got {len(windows)} groups"):
+            require_geometry(ready(windows=windows), mode)
+
+
+def test_executor_with_several_groups_is_measured_by_what_its_pool_holds_of_them() -> None:
+    # 65 blocks of 4 tokens: a sequence of 400 tokens takes 100 of full attention, but 64 are usable. Of a window of 8
+    # and chunks of 16 it takes at most 7 at a time, which leaves 57 blocks, 228 tokens, for full attention.
+    with pytest.raises(ExecutorUnfitError, match=r"expected at least 228, .* got 227"):
+        require_length(dataclasses.replace(SERVED, max_model_len=400), ready(227, windows=(0, 8)), longest_chunk=16)
+    require_length(dataclasses.replace(SERVED, max_model_len=400), ready(228, windows=(0, 8)), longest_chunk=16)
+
+
 def test_executor_that_computes_less_than_was_admitted_is_too_short() -> None:
     with pytest.raises(ExecutorUnfitError, match=r"expected at least 128, .* got 127") as caught:
-        require_length(SERVED, ready(max_model_len=127))
+        require_length(SERVED, ready(max_model_len=127), longest_chunk=16)
     assert caught.value.reason == "MODEL_LEN_TOO_SHORT"
 
 
 def test_executor_of_a_small_pool_need_compute_no_more_than_fits() -> None:
-    require_length(SERVED, ready(max_model_len=40, num_blocks=11))
+    require_length(SERVED, ready(max_model_len=40, num_blocks=11), longest_chunk=16)
     with pytest.raises(ExecutorUnfitError, match=r"expected at least 40, .* got 39"):
-        require_length(SERVED, ready(max_model_len=39, num_blocks=11))
+        require_length(SERVED, ready(max_model_len=39, num_blocks=11), longest_chunk=16)
 
 
 async def test_executor_whose_tokenizer_is_none_is_unreadable() -> None:

@@ -30,6 +30,8 @@ class _KvGroupTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """KV_GROUP_TYPE_UNSPECIFIED is never sent."""
     KV_GROUP_TYPE_FULL_ATTENTION: _KvGroupType.ValueType  # 1
     """KV_GROUP_TYPE_FULL_ATTENTION keeps every token."""
+    KV_GROUP_TYPE_SLIDING_WINDOW: _KvGroupType.ValueType  # 2
+    """KV_GROUP_TYPE_SLIDING_WINDOW keeps the last KvGroup.window tokens."""
 
 class KvGroupType(_KvGroupType, metaclass=_KvGroupTypeEnumTypeWrapper):
     """KvGroupType is how the layers of a group use their blocks."""
@@ -38,6 +40,8 @@ KV_GROUP_TYPE_UNSPECIFIED: KvGroupType.ValueType  # 0
 """KV_GROUP_TYPE_UNSPECIFIED is never sent."""
 KV_GROUP_TYPE_FULL_ATTENTION: KvGroupType.ValueType  # 1
 """KV_GROUP_TYPE_FULL_ATTENTION keeps every token."""
+KV_GROUP_TYPE_SLIDING_WINDOW: KvGroupType.ValueType  # 2
+"""KV_GROUP_TYPE_SLIDING_WINDOW keeps the last KvGroup.window tokens."""
 Global___KvGroupType: typing_extensions.TypeAlias = KvGroupType
 
 class _CopyDirection:
@@ -176,7 +180,9 @@ Global___GetModelInfoResponse: typing_extensions.TypeAlias = GetModelInfoRespons
 
 @typing.final
 class KvGroup(google.protobuf.message.Message):
-    """KvGroup is a set of layers that share one block table."""
+    """KvGroup is a set of layers that share one block table. All groups take their blocks from one cache: a block is in
+    tables of one group at a time, and large enough for any of them.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -185,6 +191,7 @@ class KvGroup(google.protobuf.message.Message):
     NUM_KV_HEADS_FIELD_NUMBER: builtins.int
     HEAD_DIM_FIELD_NUMBER: builtins.int
     BYTES_PER_BLOCK_FIELD_NUMBER: builtins.int
+    WINDOW_FIELD_NUMBER: builtins.int
     type: Global___KvGroupType.ValueType
     """type is how the layers use their blocks."""
     num_layers: builtins.int
@@ -195,6 +202,10 @@ class KvGroup(google.protobuf.message.Message):
     """head_dim is elements per head."""
     bytes_per_block: builtins.int
     """bytes_per_block is bytes one block takes over all layers of the group."""
+    window: builtins.int
+    """window is how many tokens a token reads with KV_GROUP_TYPE_SLIDING_WINDOW, itself and those just before it. At least
+    1 there, 0 for other types.
+    """
     def __init__(
         self,
         *,
@@ -203,8 +214,9 @@ class KvGroup(google.protobuf.message.Message):
         num_kv_heads: builtins.int = ...,
         head_dim: builtins.int = ...,
         bytes_per_block: builtins.int = ...,
+        window: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes_per_block", b"bytes_per_block", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "type", b"type"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes_per_block", b"bytes_per_block", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "type", b"type", "window", b"window"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___KvGroup: typing_extensions.TypeAlias = KvGroup
@@ -315,7 +327,7 @@ class ProfileMemoryResponse(google.protobuf.message.Message):
     available_bytes: builtins.int
     """available_bytes is what is left for KV."""
     bytes_per_block: builtins.int
-    """bytes_per_block is the size of one block over all groups."""
+    """bytes_per_block is the size of one block, of whichever group."""
     num_blocks: builtins.int
     """num_blocks is how many blocks fit, or the override, the null block (id 0) included."""
     overridden: builtins.bool
@@ -531,7 +543,8 @@ class BlockTables(google.protobuf.message.Message):
     @property
     def block_ids(self) -> kvplane.common.v1.common_pb2.Int32Array:
         """block_ids are the blocks of row r at block_indptr[r] to block_indptr[r + 1], each in [1, num_blocks). Exactly those
-        that hold the row's sequence up to and with this step's tokens.
+        that hold the row's sequence up to and with this step's tokens. Entry i holds positions i * block_size to
+        (i + 1) * block_size; where all of them lie before the window of the row's first token, it may be the null block, 0.
         """
 
     @property

@@ -58,8 +58,8 @@ class ExecutorRegistryServiceServicer(object):
         does not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not
         host:port, ALREADY_EXISTS for an id that is registered with another address, UNAVAILABLE for a new one when draining
         or when there are too many, FAILED_PRECONDITION when the manager has found that it cannot use the executor, by
-        reason: MODEL_MISMATCH for other weights than it serves, KV_GEOMETRY_UNSUPPORTED for a cache that is not one group
-        of full attention with at least 2 blocks, MODEL_LEN_TOO_SHORT for a max_model_len below what requests were admitted
+        reason: MODEL_MISMATCH for other weights than it serves, KV_GEOMETRY_UNSUPPORTED for a cache of less than 2 blocks,
+        or with KV groups that this manager, or its preemption mode, has no books for, MODEL_LEN_TOO_SHORT for a max_model_len below what requests were admitted
         for, TOKENIZER_UNREADABLE for tokenizer files that cannot be read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

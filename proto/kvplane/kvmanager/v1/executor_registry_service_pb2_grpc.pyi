@@ -34,8 +34,8 @@ class ExecutorRegistryServiceStub:
     does not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not
     host:port, ALREADY_EXISTS for an id that is registered with another address, UNAVAILABLE for a new one when draining
     or when there are too many, FAILED_PRECONDITION when the manager has found that it cannot use the executor, by
-    reason: MODEL_MISMATCH for other weights than it serves, KV_GEOMETRY_UNSUPPORTED for a cache that is not one group
-    of full attention with at least 2 blocks, MODEL_LEN_TOO_SHORT for a max_model_len below what requests were admitted
+    reason: MODEL_MISMATCH for other weights than it serves, KV_GEOMETRY_UNSUPPORTED for a cache of less than 2 blocks,
+    or with KV groups that this manager, or its preemption mode, has no books for, MODEL_LEN_TOO_SHORT for a max_model_len below what requests were admitted
     for, TOKENIZER_UNREADABLE for tokenizer files that cannot be read.
     """
     ListExecutors: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsResponse]
@@ -53,8 +53,8 @@ class ExecutorRegistryServiceAsyncStub(ExecutorRegistryServiceStub):
     does not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not
     host:port, ALREADY_EXISTS for an id that is registered with another address, UNAVAILABLE for a new one when draining
     or when there are too many, FAILED_PRECONDITION when the manager has found that it cannot use the executor, by
-    reason: MODEL_MISMATCH for other weights than it serves, KV_GEOMETRY_UNSUPPORTED for a cache that is not one group
-    of full attention with at least 2 blocks, MODEL_LEN_TOO_SHORT for a max_model_len below what requests were admitted
+    reason: MODEL_MISMATCH for other weights than it serves, KV_GEOMETRY_UNSUPPORTED for a cache of less than 2 blocks,
+    or with KV groups that this manager, or its preemption mode, has no books for, MODEL_LEN_TOO_SHORT for a max_model_len below what requests were admitted
     for, TOKENIZER_UNREADABLE for tokenizer files that cannot be read.
     """
     ListExecutors: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsResponse]  # type: ignore[assignment]
@@ -75,8 +75,8 @@ class ExecutorRegistryServiceServicer(metaclass=abc.ABCMeta):
         does not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not
         host:port, ALREADY_EXISTS for an id that is registered with another address, UNAVAILABLE for a new one when draining
         or when there are too many, FAILED_PRECONDITION when the manager has found that it cannot use the executor, by
-        reason: MODEL_MISMATCH for other weights than it serves, KV_GEOMETRY_UNSUPPORTED for a cache that is not one group
-        of full attention with at least 2 blocks, MODEL_LEN_TOO_SHORT for a max_model_len below what requests were admitted
+        reason: MODEL_MISMATCH for other weights than it serves, KV_GEOMETRY_UNSUPPORTED for a cache of less than 2 blocks,
+        or with KV groups that this manager, or its preemption mode, has no books for, MODEL_LEN_TOO_SHORT for a max_model_len below what requests were admitted
         for, TOKENIZER_UNREADABLE for tokenizer files that cannot be read.
         """
 

@@ -530,6 +530,7 @@ class RequestInfo(google.protobuf.message.Message):
     AGE_SECONDS_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
+    BLOCK_TABLES_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """request_id names the request."""
     status: Global___RequestStatus.ValueType
@@ -554,7 +555,15 @@ class RequestInfo(google.protobuf.message.Message):
     """tenant as the client set it."""
     @property
     def block_table(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """block_table lists its block ids in sequence order; for a finished request, those it held at the end."""
+        """block_table lists its block ids in sequence order; for a finished request, those it held at the end. Of a model with
+        several KV groups it is that of the first; block_tables has all.
+        """
+
+    @property
+    def block_tables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupBlockTable]:
+        """block_tables are its tables, one for each KV group, while it runs. Absent where the model has one group, of full
+        attention.
+        """
 
     def __init__(
         self,
@@ -571,11 +580,33 @@ class RequestInfo(google.protobuf.message.Message):
         age_seconds: builtins.float = ...,
         finish_reason: kvplane.common.v1.common_pb2.FinishReason.ValueType = ...,
         tenant: builtins.str = ...,
+        block_tables: collections.abc.Iterable[Global___GroupBlockTable] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["age_seconds", b"age_seconds", "block_table", b"block_table", "finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "status", b"status", "tenant", b"tenant"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["age_seconds", b"age_seconds", "block_table", b"block_table", "block_tables", b"block_tables", "finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "status", b"status", "tenant", b"tenant"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RequestInfo: typing_extensions.TypeAlias = RequestInfo
+
+@typing.final
+class GroupBlockTable(google.protobuf.message.Message):
+    """GroupBlockTable is a request's block table in one KV group."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCK_IDS_FIELD_NUMBER: builtins.int
+    @property
+    def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """block_ids in sequence order, as in RequestInfo.block_table; 0, the null block, where a window has passed."""
+
+    def __init__(
+        self,
+        *,
+        block_ids: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_ids", b"block_ids"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___GroupBlockTable: typing_extensions.TypeAlias = GroupBlockTable
 
 @typing.final
 class ListBlocksRequest(google.protobuf.message.Message):
@@ -639,6 +670,7 @@ class BlockInfo(google.protobuf.message.Message):
     REF_CNT_FIELD_NUMBER: builtins.int
     BLOCK_HASH_FIELD_NUMBER: builtins.int
     PROVISIONAL_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
     block_id: builtins.int
     """block_id is the block's index in the executor's cache. 0 is the null block and never listed."""
     ref_cnt: builtins.int
@@ -647,6 +679,8 @@ class BlockInfo(google.protobuf.message.Message):
     """block_hash is the 16-byte chain hash of a full, cached block. Empty means none."""
     provisional: builtins.bool
     """provisional means that the step which fills the block has not been acknowledged."""
+    group: builtins.int
+    """group is the KV group, counted from 0, of what block_hash names. 0 for a block without a hash."""
     def __init__(
         self,
         *,
@@ -654,8 +688,9 @@ class BlockInfo(google.protobuf.message.Message):
         ref_cnt: builtins.int = ...,
         block_hash: builtins.bytes = ...,
         provisional: builtins.bool = ...,
+        group: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_hash", b"block_hash", "block_id", b"block_id", "provisional", b"provisional", "ref_cnt", b"ref_cnt"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_hash", b"block_hash", "block_id", b"block_id", "group", b"group", "provisional", b"provisional", "ref_cnt", b"ref_cnt"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___BlockInfo: typing_extensions.TypeAlias = BlockInfo

@@ -1,0 +1,65 @@
+"""An executor's KV groups as the core has them: which there can be books for, and how long a sequence they can hold.
+
+Station: called by `executor_checks` before an executor is used and by `step_loop` when it is. Pure; it knows what a
+group looks like on the wire, and no connection.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from kvplane.executor.v1 import executor_service_pb2 as pb
+
+from kvmanager_service.core.kv_groups import FullAttention, KVGroup, SlidingWindow
+
+__all__ = ["MAX_GROUPS", "UnsupportedGroupsError", "longest_fit", "read_groups"]
+
+MAX_GROUPS = 64
+"""A step carries a table per group and row; no model comes near."""
+
+
+class UnsupportedGroupsError(ValueError):
+    """There can be no books for these groups; the message says expected and got."""
+
+
+def read_groups(kv_groups: Sequence[pb.KvGroup], block_size: int) -> list[KVGroup]:
+    """The core's groups, in the executor's order.
+
+    Args:
+        kv_groups: `GetModelInfoResponse.kv_groups`.
+        block_size: tokens per block, at least 1.
+
+    Raises:
+        UnsupportedGroupsError: none, too many, or one of a type or with a window that the core does not know.
+    """
+    if not 1 <= len(kv_groups) <= MAX_GROUPS:
+        raise UnsupportedGroupsError(f"1 to {MAX_GROUPS} groups, got {len(kv_groups)}")
+    return [_read_group(index, group, block_size) for index, group in enumerate(kv_groups)]
+
+
+def _read_group(index: int, group: pb.KvGroup, block_size: int) -> KVGroup:
+    if group.type == pb.KV_GROUP_TYPE_FULL_ATTENTION and group.window == 0:
+        return FullAttention(block_size)
+    if group.type == pb.KV_GROUP_TYPE_SLIDING_WINDOW and group.window >= 1:
+        return SlidingWindow(block_size, group.window)
+    raise UnsupportedGroupsError(
+        "full attention without a window, or a sliding window of at least 1 token, got group"
+        f" {index} of type {group.type} with window {group.window}"
+    )
+
+
+def longest_fit(groups: Sequence[KVGroup], num_blocks: int, max_len: int, longest_chunk: int) -> int:
+    """Tokens of the longest sequence, up to max_len, whose blocks of all groups fit into num_blocks blocks.
+
+    Args:
+        groups: what `read_groups` returned.
+        num_blocks: usable ones, the null block not counted.
+        max_len: tokens that nothing is longer than.
+        longest_chunk: most tokens of one request in a step.
+    """
+
+    def blocks_for(num_tokens: int) -> int:
+        return sum(group.most_blocks(num_tokens, longest_chunk) for group in groups)
+
+    return bisect_right(range(max_len + 1), num_blocks, key=blocks_for) - 1

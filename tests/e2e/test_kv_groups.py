@@ -1,0 +1,112 @@
+"""A model with several KV groups, and one with windows only, served by real processes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from kvplane_client import AsyncClient, BlockFilter, FailedPreconditionError
+
+from tests.e2e.cluster import Cluster, executor_address, serving, settled
+from tests.e2e.load import Job, Running, random_jobs
+
+MANAGER = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "watermark": 0.0, "lease_ms": 1_000}
+
+
+def jobs_of(seed: int, count: int, windows: tuple[int, ...], **lengths: tuple[int, int]) -> list[Job]:
+    """Requests with common prefixes whose right output is that of a model with these windows."""
+    jobs = random_jobs(random.Random(seed), count, **lengths)
+    for job in jobs:
+        job.windows = windows
+    return jobs
+
+
+def start(cluster: Cluster, windows: tuple[int, ...], **executor: object) -> None:
+    settings = {"sim_windows": ",".join(map(str, windows)), "sim_step_ms": 0, "block_size": 8, "max_model_len": 400}
+    cluster.start(MANAGER, **(settings | executor))
+
+
+@pytest.mark.parametrize(("windows", "num_blocks"), [((0, 24), 90), ((24,), 40), ((0, 24, 24, 5), 90)])
+async def test_groups_on_a_small_pool_give_the_oracles_tokens(
+    cluster: Cluster, windows: tuple[int, ...], num_blocks: int
+) -> None:
+    """Preempted, chunked and from the prefix cache."""
+    jobs = jobs_of(31, 30, windows, prompt=(1, 80), output=(20, 160))
+    jobs += jobs_of(32, 20, windows, prompt=(60, 160), output=(1, 40))
+    start(cluster, windows, sim_num_blocks=num_blocks)
+    async with cluster.client() as client:
+        async with Running(client, jobs) as running:
+            await running.finished()
+        stats = await settled(client)
+    assert stats.requests_finished == {"length": len(jobs)}
+    assert stats.preemptions > 0
+    assert stats.prefix_hits > 0
+    assert stats.steps_failed == 0
+
+
+async def test_groups_a_killed_executor_and_a_killed_manager_change_no_token(cluster: Cluster) -> None:
+    windows = (0, 40)
+    start(cluster, windows, sim_step_ms=2)
+    jobs = jobs_of(33, 8, windows, prompt=(64, 200), output=(60, 120))
+    async with cluster.client() as client:
+        async with Running(client, jobs) as running:
+            await running.progressed(5)
+            cluster.executors[0].kill()
+            await cluster.manager.logged("executor_lost")
+            cluster.start_executor(sim_windows="0,40", block_size=8, max_model_len=400, sim_step_ms=2)
+            await running.finished()
+        await settled(client)
+        cluster.manager.kill()
+        cluster.start_manager()
+        ready = await cluster.manager.logged("kv_cache_ready")
+        assert ready["num_groups"] == 2
+        assert ready["adopted_blocks"] > 0
+        await serving(client)
+        # The prompt's tail is in the window's table still: what goes on from there need not compute the prompt.
+        again = [Job(job.prompt, job.max_tokens, job.options, windows=windows) for job in jobs]
+        async with Running(client, again) as rerun:
+            await rerun.finished()
+        assert any(job.cached_tokens >= 40 for job in again)
+        await settled(client)
+
+
+async def test_groups_are_shown_and_what_they_have_not_is_refused(cluster: Cluster) -> None:
+    windows = (0, 10)
+    start(cluster, windows, sim_step_ms=5)
+    job = jobs_of(34, 1, windows, prompt=(60, 60), output=(300, 300))[0]
+    async with cluster.client() as client, Running(client, [job]) as running:
+        await running.progressed(20)
+        await check_shown(client)
+        with pytest.raises(FailedPreconditionError, match="cannot be pinned") as caught:
+            await client.pin_prefix("p", list(range(64)))
+        assert caught.value.reason == "PINS_UNSUPPORTED"
+        await running.finished()
+        await settled(client)
+
+
+async def check_shown(client: AsyncClient) -> None:
+    (info,) = [info async for info in client.list_requests()]
+    full, sliding = info.block_tables
+    assert info.block_table == full
+    assert 0 not in full
+    assert len(full) == len(sliding)
+    # 80 tokens at least, 8 in a block: only the last few are within a window of 10.
+    assert set(sliding[:7]) == {0}
+    assert 0 not in sliding[-2:]
+    assert not set(full) & {block_id for block_id in sliding if block_id}
+    groups = {block.block_id: block.group async for block in client.list_blocks(BlockFilter.CACHED)}
+    assert groups[full[0]] == 0
+    assert 1 in groups.values()
+
+
+async def test_groups_executor_is_refused_by_a_manager_that_swaps(cluster: Cluster) -> None:
+    cluster.start_manager(**(MANAGER | {"preemption_mode": "swap"}))
+    cluster.expected_errors.add("registration_refused")
+    executor = cluster.start_executor(wait=False, sim_windows="0,16", swap_space="64KiB")
+    refusal = await executor.logged("registration_refused")
+    assert refusal["code"] == "FAILED_PRECONDITION"
+    async with cluster.client() as client:
+        infos = {info.address: info for info in await client.list_executors()}
+    assert "expected one group of full attention for --preemption-mode swap" in (
+        infos[executor_address(executor)].last_error or ""
+    )

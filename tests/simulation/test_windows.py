@@ -1,0 +1,122 @@
+"""Models with several KV groups, or a window, over the wire: what reads and writes blocks is the executor's own code.
+
+Unlike `test_groups`, whose executor is the test's, steps go through messages, the executor's checks and the `sim`
+backend: a null, wrong, stale or half-written block that a window reads changes an output, or is refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from kvplane.executor.v1 import executor_service_pb2 as pb
+
+from executor_service.backends.sim_digest import expected_tokens
+from kvmanager_service import step_message
+from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
+from kvmanager_service.core.kv_groups import GroupTable, SlidingWindow
+from kvmanager_service.core.request import SamplingParams
+from kvmanager_service.core.scheduler_config import SchedulerConfig
+from tests.simulation.chaos import Chaos
+from tests.simulation.harness import VOCAB_SIZE, World, kv_groups
+from tests.simulation.test_faults import FIRST_SEED, NUM_SEEDS
+from tests.unit.core.builders import make_new
+
+MODELS = {
+    "full and sliding": (0, 10),
+    "sliding only": (12,),
+    "short and long windows": (2, 33),
+    "two full": (0, 0),
+    "full and many sliding": (0, 7, 7, 16),
+}
+
+
+@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_SEEDS // 4))
+@pytest.mark.parametrize("model", MODELS)
+def test_windows_random_faults_every_output_is_the_oracles(model: str, seed: int) -> None:
+    Chaos(seed, windows=MODELS[model]).run()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_windows_crowded_pool_every_output_is_the_oracles_and_faults_are_met(model: str) -> None:
+    """Most requests are preempted; hits, losses and adoptions are met in every model."""
+    met: Counter[str] = Counter()
+    for seed in range(FIRST_SEED, FIRST_SEED + 6):
+        life = Chaos(seed, windows=MODELS[model], crowded=True, num_requests=12)
+        met.update(life.run().faults)
+        stats = life.world.scheduler.stats
+        met.update(preempted=stats.preemptions, hit=stats.prefix_hits)
+    for event in ("preempted", "hit", "adopt_cache", "lose_stream", "fail_row"):
+        assert met[event], f"{event} was never met: {dict(met)}"
+
+
+def test_windows_a_long_sequence_needs_no_more_blocks_than_its_window() -> None:
+    """700 tokens through a pool of 12 blocks of 4: more than the pool holds at once, but not more than the window."""
+    config = SchedulerConfig(max_num_batched_tokens=16, watermark=0.0)
+
+    def make_kv(num_blocks: int, block_size: int) -> KVCacheCoordinator:
+        return KVCacheCoordinator(num_blocks, kv_groups(block_size, (20,)), longest_chunk=16)
+
+    world = World(12, 4, config, make_kv, windows=(20,))
+    prompt = [index % 50 for index in range(300)]
+    world.scheduler.add_request(make_new("long", prompt, max_tokens=400, sampling=SamplingParams(temperature=0.0)))
+    world.run()
+    assert world.produced["long"].token_ids == expected_tokens(prompt, 400, vocab_size=VOCAB_SIZE, windows=(20,))
+    assert world.scheduler.stats.preemptions == 0
+
+
+# --- a test of the test: broken on purpose, and noticed ---------------------------------------------------------------
+
+
+def window_one_token_short(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SlidingWindow, "first_needed_token", lambda self, c: max(0, c - self.window + 2))
+
+
+def hit_needs_its_last_block_only(patch: pytest.MonkeyPatch) -> None:
+    def longest_hit(self: SlidingWindow, cached: object, limit: int, alignment: int) -> int:
+        while limit and cached(limit // self.block_size - 1) is None:  # type: ignore[operator]
+            limit -= alignment
+        return limit
+
+    patch.setattr(SlidingWindow, "longest_hit", longest_hit)
+
+
+def table_keeps_what_it_gave_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GroupTable, "leave", lambda self, first: setattr(self, "first", first))
+
+
+def tables_of_some_steps_sent_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    original = step_message.build_execute_request
+
+    def build(*args: object) -> pb.ExecuteRequest:
+        message = original(*args)  # type: ignore[arg-type]
+        tables = list(message.block_tables)[:: -1 if message.step_id % 2 else 1]
+        del message.block_tables[:]
+        message.block_tables.extend(tables)
+        return message
+
+    patch.setattr("tests.simulation.harness.build_execute_request", build)
+
+
+@pytest.mark.patches_core
+@pytest.mark.parametrize(
+    ("mutation", "model"),
+    [
+        (window_one_token_short, "full and sliding"),
+        (window_one_token_short, "short and long windows"),
+        (hit_needs_its_last_block_only, "sliding only"),
+        (table_keeps_what_it_gave_back, "full and sliding"),
+        (tables_of_some_steps_sent_in_another_order, "two full"),
+        (tables_of_some_steps_sent_in_another_order, "full and sliding"),
+    ],
+)
+def test_windows_mutation_is_noticed(mutation: object, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation(monkeypatch)  # type: ignore[operator]
+    monkeypatch.setattr("kvmanager_service.core.scheduler.Scheduler.check_integrity", lambda self: None)
+    with pytest.raises(AssertionError, match="seed"):
+        _live_often(model)
+
+
+def _live_often(model: str) -> None:
+    for seed in range(1, 40):
+        Chaos(seed, windows=MODELS[model]).run()
