@@ -17,6 +17,9 @@ from executor_service.memory_profiler import kv_bytes_per_block
 class KvLayout:
     """Geometry of the cache, equal in all layers.
 
+    Of a model with several KV groups a layer, here, is a page: what one layer of each group has in its blocks, see
+    `layer_groups`.
+
     Units:
         block_size: tokens per block; head_dim: elements.
     """

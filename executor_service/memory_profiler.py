@@ -14,6 +14,8 @@ import gc
 import math
 import sys
 import threading
+from bisect import bisect_right
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -62,18 +64,24 @@ def require_one_sequence(
     weights_bytes: int,
     peak_bytes: int,
     host_bytes: int = 0,
+    blocks_for: Callable[[int], int] | None = None,
 ) -> None:
     """Refuse a cache that could never hold one sequence of the longest length.
+
+    `blocks_for` says how many blocks of all KV groups a sequence of so many tokens takes at most; None for one group of
+    full attention.
 
     Raises:
         NotEnoughMemoryError: with every term of the formula, what is missing, and the flags that help.
     """
-    needed = min_num_blocks(max_model_len, block_size)
+    needed = min_num_blocks(max_model_len, block_size) if blocks_for is None else blocks_for(max_model_len) + 1
     if num_blocks >= needed:
         return
     available = available_bytes(total_bytes, utilization, peak_bytes, host_bytes)
     missing = needed * bytes_per_block - available
     fits = max(0, num_blocks - 1) * block_size
+    if blocks_for is not None:
+        fits = bisect_right(range(max_model_len), num_blocks - 1, key=blocks_for) - 1
     raise NotEnoughMemoryError(
         "NOT_ENOUGH_MEMORY",
         f"one sequence of max_model_len={max_model_len} tokens needs {needed} KV blocks of {bytes_per_block} bytes "

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from executor_service.backends.base import BackendError
 from executor_service.gguf_conversion import converted_folder, default_cache_dir, is_converted, num_weights
+from executor_service.layer_groups import layer_windows
 from executor_service.model_files import TOKENIZER_FILES, eos_token_ids, fingerprint, tokenizer_files, weight_bytes
 from executor_service.model_runner import ATTENTION_NAME
 
@@ -158,10 +159,10 @@ def _read_config(folder: Path) -> PreTrainedConfig:
 
 
 def check_architecture(config: PreTrainedConfig) -> None:
-    """Refuse what is not a decoder with full attention in every layer.
+    """Refuse what is not a decoder with full attention or a sliding window in every layer.
 
     Raises:
-        BackendError: names the layer types found.
+        BackendError: names what was found.
     """
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
@@ -170,19 +171,7 @@ def check_architecture(config: PreTrainedConfig) -> None:
             f"expected a decoder-only model, got {config.model_type}",
             model_type=config.model_type,
         )
-    layer_types = getattr(text, "layer_types", None)
-    found = sorted(set(layer_types)) if layer_types else ["full_attention"]
-    window = getattr(text, "sliding_window", None)
-    if not layer_types and window and getattr(text, "use_sliding_window", True):
-        found = [f"sliding_attention (window {window})"]
-    if found != ["full_attention"]:
-        raise BackendError(
-            "MODEL_NOT_SUPPORTED",
-            f"expected full_attention in every layer, got {', '.join(found)} in {config.model_type}; this backend has "
-            "one KV group of full attention",
-            model_type=config.model_type,
-            layer_types=", ".join(found),
-        )
+    layer_windows(config)
     for key in ("attn_logit_softcapping", "attn_logit_softcap"):
         if getattr(text, key, None):
             raise BackendError(

@@ -10,6 +10,7 @@ arguments.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,43 +18,51 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from executor_service.backends.base import BackendError, GroupTables, RowFailure, StepBatch, StepResult
-from executor_service.kernels.attention_plan import AttentionLimits, AttentionPlan, plan_attention
+from executor_service.backends.base import BackendError, RowFailure, StepBatch, StepResult
+from executor_service.kernels.attention_plan import AttentionLimits, AttentionPlan, GatherWorkspace, plan_attention
 from executor_service.kernels.torch_paged import paged_attention
 from executor_service.kv_cache import PagedKvCache
+from executor_service.layer_groups import LayerGroups, layer_windows
 from executor_service.sampler import sample
 
 ATTENTION_NAME = "kvplane_paged"
 
 # Keyword arguments by which models ask for what this attention does not do.
-_REFUSED_ARGUMENTS = ("softcap", "sliding_window", "s_aux", "position_bias", "attention_mask")
+_REFUSED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "attention_mask")
 
 
 @dataclass(frozen=True)
 class PagedStep:
-    """What attention needs of a step besides queries, keys and values."""
+    """What attention needs of a step besides queries, keys and values: a plan for each KV group."""
 
-    plan: AttentionPlan
+    plans: Sequence[AttentionPlan]
     cache: PagedKvCache
+    groups: LayerGroups
 
 
 @dataclass
 class ProbeStep:
-    """Stands in for a PagedStep in the probe: notes what each layer passes. Shape: seen[layer] = (H_kv, D)."""
+    """Stands in for a PagedStep in the probe: notes what each layer passes.
+
+    Shape:
+        seen[layer] = (H_kv, D); windows[layer] in tokens, 0 for full attention.
+    """
 
     seen: dict[int, tuple[int, int]] = field(default_factory=dict)
+    windows: dict[int, int] = field(default_factory=dict)
 
-    def note(self, layer: int, key: torch.Tensor, value: torch.Tensor, refused: dict[str, Any]) -> None:
+    def note(self, layer: int, key: torch.Tensor, value: torch.Tensor, window: int, refused: dict[str, Any]) -> None:
         """Check one layer's call.
 
         Raises:
-            BackendError: the layer asks for something else than plain attention, or its K and V differ in shape.
+            BackendError: the layer asks for something else than attention with or without a window, or its K and V
+                differ in shape.
         """
         wanted = sorted(name for name, value in refused.items() if value is not None)
         if wanted:
             raise BackendError(
                 "MODEL_NOT_SUPPORTED",
-                f"expected plain full attention, but layer {layer} asks for {', '.join(wanted)}",
+                f"expected full attention or a sliding window, but layer {layer} asks for {', '.join(wanted)}",
                 layer=layer,
                 arguments=", ".join(wanted),
             )
@@ -66,6 +75,7 @@ class ProbeStep:
         if layer in self.seen:
             raise BackendError("MODEL_NOT_SUPPORTED", f"expected one attention call per layer, got two in {layer}")
         self.seen[layer] = (key.shape[1], key.shape[3])
+        self.windows[layer] = window
 
 
 def _attention_interface(
@@ -77,6 +87,7 @@ def _attention_interface(
     *,
     scaling: float | None = None,
     paged_step: PagedStep | ProbeStep | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function transformers calls in every layer.
@@ -88,9 +99,11 @@ def _attention_interface(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     if isinstance(paged_step, PagedStep):
-        keys, values = paged_step.cache.keys[layer], paged_step.cache.values[layer]
+        page = paged_step.groups.page_of[layer]
+        plan = paged_step.plans[paged_step.groups.group_of[layer]]
+        keys, values = paged_step.cache.keys[page], paged_step.cache.values[page]
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-        return paged_attention(q, k, v, keys, values, plan=paged_step.plan, scaling=scaling).unsqueeze(0), None
+        return paged_attention(q, k, v, keys, values, plan=plan, scaling=scaling).unsqueeze(0), None
     if paged_step is None:
         raise BackendError(
             "MODEL_NOT_SUPPORTED",
@@ -98,7 +111,7 @@ def _attention_interface(
             layer=layer,
         )
     refused = {name: kwargs.get(name) for name in _REFUSED_ARGUMENTS} | {"attention_mask": attention_mask}
-    paged_step.note(layer, key, value, refused)
+    paged_step.note(layer, key, value, sliding_window or 0, refused)
     return query.transpose(1, 2), None
 
 
@@ -106,17 +119,18 @@ def _attention_interface(
 AttentionInterface.register(ATTENTION_NAME, _attention_interface)
 
 
-def probe(model: PreTrainedModel, vocab_size: int) -> tuple[int, int, int]:
-    """Learn from one forward pass how many layers attend and what their K/V look like.
+def probe(model: PreTrainedModel, vocab_size: int) -> tuple[list[int], int, int]:
+    """Learn from one forward pass how many layers attend, over which windows, and what their K/V look like.
 
     A configuration can not be trusted for this: every architecture names it otherwise, and layers that keep another
-    state (Mamba, linear attention) show only by not calling attention.
+    state (Mamba, linear attention) show only by not calling attention. Of windows it must say the same.
 
     Returns:
-        Number of layers, KV heads per layer, head dimension.
+        Window of each layer, 0 for full attention; KV heads per layer; head dimension.
 
     Raises:
-        BackendError: a layer does not call the attention interface, or layers differ.
+        BackendError: a layer does not call the attention interface, layers differ in shape, or have other windows than
+            the configuration says.
     """
     step = ProbeStep()
     tokens = torch.arange(2, device=model.device).remainder(vocab_size).unsqueeze(0)
@@ -139,8 +153,16 @@ def probe(model: PreTrainedModel, vocab_size: int) -> tuple[int, int, int]:
             f"(KV heads, head_dim) {sorted(shapes)} in {model.config.model_type}",
             model_type=model.config.model_type,
         )
+    windows, expected = [step.windows[layer] for layer in range(num_layers)], layer_windows(model.config)
+    if windows != expected:
+        raise BackendError(
+            "MODEL_NOT_SUPPORTED",
+            f"expected layers with the windows of the configuration, {expected}, got {windows} in"
+            f" {model.config.model_type}",
+            model_type=model.config.model_type,
+        )
     kv_heads, head_dim = shapes.pop()
-    return num_layers, kv_heads, head_dim
+    return windows, kv_heads, head_dim
 
 
 class ModelRunner:
@@ -149,10 +171,12 @@ class ModelRunner:
     Args:
         model: weights, in evaluation mode, with `ATTENTION_NAME` as attention.
         limits: bounds of the attention workspace.
+        groups: which layers share a block table, and which page of a block is whose.
     """
 
-    def __init__(self, model: PreTrainedModel, limits: AttentionLimits) -> None:
+    def __init__(self, model: PreTrainedModel, limits: AttentionLimits, groups: LayerGroups) -> None:
         self._model = model
+        self._groups = groups
         self._device = model.device
         self._limits = limits
 
@@ -162,7 +186,7 @@ class ModelRunner:
         logits = self.forward(batch, cache)
         failures = [
             RowFailure(row, "NON_FINITE_KV", "what the row computed for its last layer's K/V is NaN or infinite")
-            for row in _rows_with_bad_kv(batch, cache)
+            for row in _rows_with_bad_kv(batch, cache, self._groups)
         ]
         if batch.sampling is None:
             return StepResult(np.zeros(0, dtype=np.int32), failures=failures)
@@ -180,28 +204,34 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: PagedKvCache) -> torch.Tensor:
         """Raw logits of the sampling rows. Shape: (S, V) in the model's type; S is 0 without sampling."""
-        if len(batch.tables) != 1:
+        windows = self._groups.windows
+        if len(batch.tables) != len(windows):
             raise BackendError(
                 "BAD_STEP",
-                f"expected one block table per row (one KV group), got {len(batch.tables)}",
+                f"expected one block table per row for each of {len(windows)} KV groups, got {len(batch.tables)}",
                 step_id=batch.step_id,
             )
-        table: GroupTables = batch.tables[0]
-        plan = plan_attention(
-            batch.query_indptr,
-            batch.seq_lens,
-            table,
-            batch.slot_mappings[0],
-            block_size=cache.layout.block_size,
-            limits=self._limits,
-            device=self._device,
-        )
+        workspace = GatherWorkspace()
+        plans = [
+            plan_attention(
+                batch.query_indptr,
+                batch.seq_lens,
+                tables,
+                slots,
+                block_size=cache.layout.block_size,
+                limits=self._limits,
+                device=self._device,
+                window=window,
+                workspace=workspace,
+            )
+            for window, tables, slots in zip(windows, batch.tables, batch.slot_mappings, strict=True)
+        ]
         output = self._model(
             input_ids=self._to_device(batch.token_ids),
             position_ids=self._to_device(batch.positions),
             use_cache=False,
             logits_to_keep=self._last_tokens(batch),
-            paged_step=PagedStep(plan, cache),
+            paged_step=PagedStep(plans, cache, self._groups),
         )
         return output.logits[0]
 
@@ -219,7 +249,7 @@ class ModelRunner:
         return torch.from_numpy(column.astype(np.int64)).to(self._device).unsqueeze(0)
 
 
-def _rows_with_bad_kv(batch: StepBatch, cache: PagedKvCache) -> list[int]:
+def _rows_with_bad_kv(batch: StepBatch, cache: PagedKvCache, groups: LayerGroups) -> list[int]:
     """Rows without sampling whose K/V is not finite: no logits would tell, and their blocks would become hits.
 
     The last layer's K/V tells of the others: each token attends to itself and to those before it, so what is not finite
@@ -233,7 +263,8 @@ def _rows_with_bad_kv(batch: StepBatch, cache: PagedKvCache) -> list[int]:
         return []
     rows = np.repeat(np.arange(batch.num_rows), np.diff(batch.query_indptr))
     silent = silent_row[rows]
-    keys, values = cache.keys[-1], cache.values[-1]
-    slots = torch.from_numpy(batch.slot_mappings[0][silent]).to(keys.device)
+    group, page = groups.group_of[-1], groups.page_of[-1]
+    keys, values = cache.keys[page], cache.values[page]
+    slots = torch.from_numpy(batch.slot_mappings[group][silent]).to(keys.device)
     finite = torch.isfinite(keys[slots]).all(dim=-1) & torch.isfinite(values[slots]).all(dim=-1)
     return np.unique(rows[silent][~finite.cpu().numpy()]).tolist()  # type: ignore[no-any-return]

@@ -6,6 +6,8 @@ over, so contexts of full length need no cache of full size; the numbers compute
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from executor_service.backends.base import (
@@ -30,8 +32,11 @@ def worst_batch(
     block_size: int,
     max_logprobs: int,
     limits: AttentionLimits,
+    num_groups: int = 1,
 ) -> StepBatch:
     """A step with the largest workspaces: all tokens, all rows, longest contexts, costliest sampling.
+
+    All KV groups have the same tables: what is computed means nothing.
 
     Rows of full context are as many as fill one attention workspace; more would take longer and no more memory. The
     other tokens are rows that begin, the cheapest way to a full token count.
@@ -49,16 +54,21 @@ def worst_batch(
         token_ids=(positions * 7919 % vocab_size).astype(np.int32),
         positions=positions,
         seq_lens=seq_lens,
-        tables=[tables],
-        slot_mappings=[slots],
+        tables=[tables] * num_groups,
+        slot_mappings=[slots] * num_groups,
         sampling=_worst_sampling(seq_lens, max_num_seqs, vocab_size, max_logprobs),
     )
 
 
-def reserved_index_bytes(max_num_seqs: int, max_model_len: int, limits: AttentionLimits) -> int:
+def reserved_index_bytes(
+    max_num_seqs: int, max_model_len: int, limits: AttentionLimits, windows: Sequence[int] = (0,)
+) -> int:
     """What slot indices and masks of a step of decode rows may take at most, which `worst_batch` does not fill."""
-    slots = min(max_num_seqs * max_model_len, limits.index_elements)
-    return slots * 8 + max_num_seqs * max_model_len
+    total = 0
+    for window in windows:  # of each KV group, 0 for full attention
+        elements = max_num_seqs * (min(window, max_model_len) or max_model_len)
+        total += min(elements, limits.index_elements) * 8 + elements
+    return total
 
 
 def _row_shapes(num_tokens: int, max_rows: int, max_model_len: int, limits: AttentionLimits) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""The torch backend: any full-attention decoder of transformers, on CPU or CUDA.
+"""The torch backend: any decoder of transformers with full attention or sliding windows, on CPU or CUDA.
 
 Station: built and driven by the gRPC shell through `backends.base.Backend`, always from one thread. It ties the parts
 together: `model_loader`, `memory_profiler`, `kv_memory`, `model_runner`; each of them knows only its own concern.
@@ -27,6 +27,7 @@ from executor_service.devices import resolve_device
 from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.kv_cache import KvLayout, PagedKvCache
 from executor_service.kv_memory import KvMemory, copy_workspace_bytes
+from executor_service.layer_groups import LayerGroups, group_layers
 from executor_service.memory_profiler import (
     PeakMeter,
     available_bytes,
@@ -115,6 +116,7 @@ class TorchBackend(Backend):
         self._loaded: LoadedModel | None = None
         self._runner: ModelRunner | None = None
         self._layout: KvLayout | None = None
+        self._groups: LayerGroups | None = None
         self._limits: AttentionLimits | None = None
         self._memory: KvMemory | None = None
         self._weights_bytes = 0
@@ -136,10 +138,13 @@ class TorchBackend(Backend):
                 cache_dir=config.cache_dir,
                 admit=self._admit_weights,
             )
-            num_layers, kv_heads, head_dim = probe(loaded.model, loaded.vocab_size)
-            layout = KvLayout(num_layers, kv_heads, head_dim, config.block_size, loaded.dtype)
+            windows, kv_heads, head_dim = probe(loaded.model, loaded.vocab_size)
+            # A window as long as any sequence is none.
+            groups = group_layers([window if window < loaded.max_model_len else 0 for window in windows])
+            layout = KvLayout(groups.num_pages, kv_heads, head_dim, config.block_size, loaded.dtype)
             self._limits = AttentionLimits(max(1, _GATHER_BYTES // layout.bytes_per_token_and_layer))
-            self._runner = ModelRunner(loaded.model, self._limits)
+            self._runner = ModelRunner(loaded.model, self._limits, groups)
+            self._groups = groups
             require_swap_space(config.swap_space, layout.bytes_per_block)
             self._loaded, self._layout = loaded, layout
             packed = pack_linear_layers(loaded.model, lambda: probe(loaded.model, loaded.vocab_size))
@@ -199,6 +204,10 @@ class TorchBackend(Backend):
                 weights_bytes=self._weights_bytes,
                 peak_bytes=meter.peak_bytes,
                 host_bytes=host_bytes,
+                blocks_for=lambda num_tokens: sum(
+                    group.most_blocks(num_tokens, layout.block_size, max_num_batched_tokens)
+                    for group in self._kv_groups(layout)
+                ),
             )
         return profile
 
@@ -283,6 +292,8 @@ class TorchBackend(Backend):
         """The step that needs most memory, over a scratch cache of a few blocks."""
         loaded, layout, runner = self._ready()
         assert self._limits is not None
+        assert self._groups is not None
+        windows = self._groups.windows
         scratch = PagedKvCache(layout, SCRATCH_BLOCKS, self._device)
         batch = worst_batch(
             max_num_batched_tokens=max_num_batched_tokens,
@@ -292,8 +303,9 @@ class TorchBackend(Backend):
             block_size=layout.block_size,
             max_logprobs=MAX_LOGPROBS,
             limits=self._limits,
+            num_groups=len(windows),
         )
-        index_bytes = reserved_index_bytes(max_num_seqs, loaded.max_model_len, self._limits)
+        index_bytes = reserved_index_bytes(max_num_seqs, loaded.max_model_len, self._limits, windows)
         reserved = torch.ones(index_bytes, dtype=torch.uint8, device=self._device)
         warm_up(loaded.model, max_num_batched_tokens)
         runner.run(batch, scratch)
@@ -329,9 +341,23 @@ class TorchBackend(Backend):
             max_num_seqs=max_num_seqs,
         )
 
+    def _kv_groups(self, layout: KvLayout) -> tuple[KvGroupSpec, ...]:
+        groups = self._groups
+        assert groups is not None
+        page_bytes = layout.bytes_per_block // layout.num_layers
+        return tuple(
+            KvGroupSpec(
+                num_layers=groups.num_layers(index),
+                num_kv_heads=layout.num_kv_heads,
+                head_dim=layout.head_dim,
+                bytes_per_block=groups.num_layers(index) * page_bytes,
+                window=window,
+            )
+            for index, window in enumerate(groups.windows)
+        )
+
     def _info(self, loaded: LoadedModel, layout: KvLayout) -> ModelInfo:
         dtype = str(loaded.dtype).removeprefix("torch.")
-        group = KvGroupSpec(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.bytes_per_block)
         return ModelInfo(
             model_name=loaded.name,
             model_fingerprint=loaded.fingerprint,
@@ -342,7 +368,7 @@ class TorchBackend(Backend):
             max_model_len=loaded.max_model_len,
             eos_token_ids=loaded.eos_token_ids,
             block_size=layout.block_size,
-            kv_groups=(group,),
+            kv_groups=self._kv_groups(layout),
             max_logprobs=min(MAX_LOGPROBS, loaded.vocab_size),
             tokenizer_files=loaded.tokenizer_files,
         )

@@ -44,8 +44,9 @@ class DecodeGroup:
     """Rows with one query token each, of similar length.
 
     Shape:
-        tokens: (B,) their indices in the step; mask: (B, 1, 1, L) or None when all are L long;
-        kept_slots: (B * L,), or None when over the limit and made per layer from tables (B, blocks) and lens (B,).
+        tokens: (B,) their indices in the step; lens: (B,) how many positions each reads, the last ones; mask:
+        (B, 1, 1, L) or None when all read L; kept_slots: (B * L,), or None when over the limit and made per layer from
+        tables (B, blocks), lens, and starts (B,), the first position that each reads, None for 0.
     """
 
     tokens: torch.Tensor
@@ -54,12 +55,13 @@ class DecodeGroup:
     lens: Int64
     kept_slots: torch.Tensor | None
     mask: torch.Tensor | None
+    starts: Int64 | None = None
 
     def slots(self, block_size: int) -> torch.Tensor:
         """Slots of every row's positions, kept or made now. Shape: (B * L,)."""
         if self.kept_slots is not None:
             return self.kept_slots
-        slots = slots_of(self.tables, self.lens, self.width, block_size)
+        slots = slots_of(self.tables, self.lens, self.width, block_size, self.starts)
         return torch.from_numpy(slots).to(self.tokens.device)
 
 
@@ -68,14 +70,15 @@ class PrefillRow:
     """One row with several query tokens.
 
     Shape:
-        tokens `start` to `end` of the step are positions `context - (end - start)` to `context`;
-        slots: (context,), or None when the row has nothing but this step's tokens.
+        tokens `start` to `end` of the step are positions `context - (end - start)` to `context`, and read from position
+        `first` on; slots: (context - first,), or None when the row has nothing but this step's tokens.
     """
 
     start: int
     end: int
     context: int
     slots: torch.Tensor | None
+    first: int = 0
 
 
 class GatherWorkspace:
@@ -96,7 +99,14 @@ class GatherWorkspace:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """All that attention needs of one step, the same for every layer. Shape: write_slots (T,)."""
+    """All that attention needs of one step, the same for every layer of a KV group.
+
+    Shape:
+        write_slots: (T,).
+
+    Units:
+        window: tokens that a token reads, itself included; 0 for all.
+    """
 
     write_slots: torch.Tensor
     decode: list[DecodeGroup]
@@ -104,6 +114,7 @@ class AttentionPlan:
     block_size: int
     limits: AttentionLimits
     workspace: GatherWorkspace
+    window: int = 0
 
 
 def plan_attention(
@@ -115,8 +126,10 @@ def plan_attention(
     block_size: int,
     limits: AttentionLimits,
     device: torch.device,
+    window: int = 0,
+    workspace: GatherWorkspace | None = None,
 ) -> AttentionPlan:
-    """Turn a step's block tables into index tensors.
+    """Turn a step's block tables of one KV group into index tensors.
 
     Args:
         query_indptr: row r has tokens query_indptr[r] to query_indptr[r + 1].
@@ -126,6 +139,8 @@ def plan_attention(
         block_size: tokens per block.
         limits: bounds of the workspace.
         device: where the index tensors live.
+        window: tokens that a token reads, itself included; 0 for all.
+        workspace: that of the step's other groups; None makes one.
 
     Shape:
         query_indptr: (R + 1,); seq_lens: (R,); slot_mapping: (T,).
@@ -133,22 +148,32 @@ def plan_attention(
     query_lens = np.diff(query_indptr)
     budget = limits.index_elements
     decode: list[DecodeGroup] = []
-    for rows in _similar_rows(np.flatnonzero(query_lens == 1), seq_lens, limits.gather_tokens):
+    read_lens = np.minimum(seq_lens, np.int32(window)) if window else seq_lens
+    for rows in _similar_rows(np.flatnonzero(query_lens == 1), read_lens, limits.gather_tokens):
         group = _decode_group(
-            rows, query_indptr, seq_lens, tables, block_size=block_size, index_budget=budget, device=device
+            rows,
+            query_indptr,
+            read_lens,
+            tables,
+            starts=(seq_lens[rows] - read_lens[rows]).astype(np.int64) if window else None,
+            block_size=block_size,
+            index_budget=budget,
+            device=device,
         )
         budget -= 0 if group.kept_slots is None else len(group.kept_slots)
         decode.append(group)
     prefill = []
     for row in np.flatnonzero(query_lens > 1):
         context, length = int(seq_lens[row]), int(query_lens[row])
+        first = max(0, context - length - window + 1) if window else 0
         slots = None
         if context > length:
-            table, lens = _row_tables(np.array([row]), tables), np.array([context])
-            slots = torch.from_numpy(slots_of(table, lens, context, block_size)).to(device)
-        prefill.append(PrefillRow(int(query_indptr[row]), int(query_indptr[row + 1]), context, slots))
+            table, lens = _row_tables(np.array([row]), tables), np.array([context - first])
+            starts = np.array([first]) if window else None
+            slots = torch.from_numpy(slots_of(table, lens, context - first, block_size, starts)).to(device)
+        prefill.append(PrefillRow(int(query_indptr[row]), int(query_indptr[row + 1]), context, slots, first))
     write_slots = torch.from_numpy(np.array(slot_mapping, dtype=np.int64)).to(device)
-    return AttentionPlan(write_slots, decode, prefill, block_size, limits, GatherWorkspace())
+    return AttentionPlan(write_slots, decode, prefill, block_size, limits, workspace or GatherWorkspace(), window)
 
 
 def _similar_rows(rows: Int64, seq_lens: Int32, gather_tokens: int) -> Iterator[Int64]:
@@ -174,25 +199,26 @@ def _similar_rows(rows: Int64, seq_lens: Int32, gather_tokens: int) -> Iterator[
 def _decode_group(
     rows: Int64,
     query_indptr: Int32,
-    seq_lens: Int32,
+    read_lens: Int32,
     tables: GroupTables,
     *,
+    starts: Int64 | None,
     block_size: int,
     index_budget: int,
     device: torch.device,
 ) -> DecodeGroup:
     """Index tensors of one group of decode rows."""
-    lens = seq_lens[rows].astype(np.int64)
+    lens = read_lens[rows].astype(np.int64)
     width = int(lens.max())
     padded = _row_tables(rows, tables)
     slots = None
     if len(rows) * width <= index_budget:
-        slots = torch.from_numpy(slots_of(padded, lens, width, block_size)).to(device)
+        slots = torch.from_numpy(slots_of(padded, lens, width, block_size, starts)).to(device)
     mask = None
     if int(lens.min()) != width:
         mask = torch.from_numpy(np.arange(width) < lens[:, None]).view(len(rows), 1, 1, width).to(device)
     tokens = torch.from_numpy(query_indptr[rows].astype(np.int64)).to(device)
-    return DecodeGroup(tokens, width, padded, lens, slots, mask)
+    return DecodeGroup(tokens, width, padded, lens, slots, mask, starts)
 
 
 def _row_tables(rows: Int64, tables: GroupTables) -> Int32:
@@ -206,12 +232,16 @@ def _row_tables(rows: Int64, tables: GroupTables) -> Int32:
     return padded
 
 
-def slots_of(tables: Int32, lens: Int64, width: int, block_size: int) -> Int64:
-    """Slots of positions 0 to width - 1 of every row; positions past the end name the row's last slot.
+def slots_of(tables: Int32, lens: Int64, width: int, block_size: int, starts: Int64 | None = None) -> Int64:
+    """Slots of `lens` positions of every row from `starts`, or 0, on; those past the end name the row's last slot.
 
     Shape:
-        tables: (B, blocks); lens: (B,); returns (B * width,).
+        tables: (B, blocks); lens, starts: (B,); returns (B * width,).
     """
+    if starts is not None:
+        positions = starts[:, None] + np.minimum(np.arange(width), lens[:, None] - 1)
+        blocks = np.take_along_axis(tables, positions // block_size, axis=1).astype(np.int64)
+        return (blocks * block_size + positions % block_size).reshape(-1)
     every = (tables.astype(np.int64)[:, :, None] * block_size + np.arange(block_size)).reshape(len(lens), -1)[:, :width]
     last = every[np.arange(len(lens)), lens - 1]
     return np.where(np.arange(width) < lens[:, None], every, last[:, None]).reshape(-1)

@@ -63,6 +63,7 @@ def paged_attention(
     seq_lens: list[int],
     block_tables: list[list[int]],
     scaling: float,
+    window: int = 0,
 ) -> torch.Tensor:
     """Causal attention of every row over its own blocks: softmax(scaling * q k^T) v.
 
@@ -73,6 +74,7 @@ def paged_attention(
         seq_lens: sequence length of each row after this step.
         block_tables: the blocks of each row, in the order of positions.
         scaling: factor on the scores.
+        window: tokens that a token sees, itself included; 0 for all before it.
 
     Shape:
         query: (T, H_q, D) with T = sum(query_lens); cache: (2, num_blocks, block_size, H_kv, D); returns (T, H_q, D).
@@ -86,9 +88,10 @@ def paged_attention(
         keys = torch.stack([row[0] for row in rows])
         values = torch.stack([row[1] for row in rows])
         for position in range(seq_len - query_len, seq_len):
+            first = max(0, position - window + 1) if window else 0
             for head in range(query.shape[1]):
-                seen_k = keys[: position + 1, head // group]
-                seen_v = values[: position + 1, head // group]
+                seen_k = keys[first : position + 1, head // group]
+                seen_v = values[first : position + 1, head // group]
                 weights = torch.softmax(scaling * (seen_k @ query[token, head].double()), dim=0)
                 out[token, head] = (weights @ seen_v).to(query.dtype)
             token += 1

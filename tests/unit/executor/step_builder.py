@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
+    MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -60,7 +62,7 @@ class Sample:
 class Row:
     """One row of a step: `tokens` stand at positions `start`...; `blocks` hold the whole sequence up to their end.
 
-    If it samples, `forks` are drawn beside its own.
+    If it samples, `forks` are drawn beside its own. `more_blocks` are its tables in further KV groups.
     """
 
     tokens: Sequence[int]
@@ -70,6 +72,7 @@ class Row:
     seed: int = 0
     history: PenaltyHistory | None = None
     forks: Sequence[Sample] = ()
+    more_blocks: Sequence[Sequence[int]] = ()
 
     @property
     def end(self) -> int:
@@ -79,27 +82,39 @@ class Row:
 def build_step(rows: Sequence[Row], block_size: int, step_id: int = 1) -> StepBatch:
     """A step of these rows, every array read-only as the shell makes them."""
     positions = np.concatenate([np.arange(row.start, row.end) for row in rows])
-    slots = [
-        row.blocks[position // block_size] * block_size + position % block_size
-        for row in rows
-        for position in range(row.start, row.end)
+    groups = [
+        _group([[row.blocks, *row.more_blocks][group] for row in rows], rows, block_size) for group in _groups(rows)
     ]
-    counts = [-(-row.end // block_size) for row in rows]
-    tables = GroupTables(
-        block_indptr=_int32([0, *np.cumsum(counts)]),
-        block_ids=_int32([b for row, count in zip(rows, counts, strict=True) for b in row.blocks[:count]]),
-        last_block_len=_int32([row.end - (count - 1) * block_size for row, count in zip(rows, counts, strict=True)]),
-    )
     return StepBatch(
         step_id=step_id,
         query_indptr=_int32([0, *np.cumsum([len(row.tokens) for row in rows])]),
         token_ids=_int32([token for row in rows for token in row.tokens]),
         positions=_int32(positions),
         seq_lens=_int32([row.end for row in rows]),
-        tables=[tables],
-        slot_mappings=[_frozen(np.array(slots, dtype=np.int64))],
+        tables=[tables for tables, _ in groups],
+        slot_mappings=[slots for _, slots in groups],
         sampling=_sampling(rows),
     )
+
+
+def _groups(rows: Sequence[Row]) -> range:
+    return range(1 + len(rows[0].more_blocks))
+
+
+def _group(tables: Sequence[Sequence[int]], rows: Sequence[Row], block_size: int) -> tuple[GroupTables, np.ndarray]:  # type: ignore[type-arg]
+    """One KV group's tables and slots."""
+    slots = [
+        table[position // block_size] * block_size + position % block_size
+        for table, row in zip(tables, rows, strict=True)
+        for position in range(row.start, row.end)
+    ]
+    counts = [-(-row.end // block_size) for row in rows]
+    csr = GroupTables(
+        block_indptr=_int32([0, *np.cumsum(counts)]),
+        block_ids=_int32([b for table, count in zip(tables, counts, strict=True) for b in table[:count]]),
+        last_block_len=_int32([row.end - (count - 1) * block_size for row, count in zip(rows, counts, strict=True)]),
+    )
+    return csr, _frozen(np.array(slots, dtype=np.int64))
 
 
 def _sampling(rows: Sequence[Row]) -> SamplingBatch | None:
@@ -144,7 +159,10 @@ def sampling_batch(
 
 
 def tiny_config(kind: str, **changes: object) -> PreTrainedConfig:
-    """A configuration small enough to run in milliseconds: "llama", "qwen2" or "qwen3"."""
+    """A configuration small enough to run in milliseconds: "llama", "qwen2", "qwen3", "mistral" or "gemma3".
+
+    The last two have a window of 20 tokens, Mistral in all layers, Gemma 3 in five of seven.
+    """
     values: dict[str, object] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 96,
@@ -158,11 +176,28 @@ def tiny_config(kind: str, **changes: object) -> PreTrainedConfig:
         "bos_token_id": 1,
         "pad_token_id": None,
         "initializer_range": 0.4,
-    } | changes
+    }
     if kind == "qwen3":
         values |= {"head_dim": 20}  # not hidden_size / heads, which Qwen3 allows
-    kinds = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-    return kinds[kind](**values)
+    if kind == "mistral":
+        values |= {"sliding_window": 20}
+    if kind == "gemma3":
+        sliding, full = "sliding_attention", "full_attention"
+        values |= {
+            "sliding_window": 20,
+            "layer_types": [sliding, sliding, full, sliding, sliding, sliding, full],
+            "num_hidden_layers": 7,
+            "query_pre_attn_scalar": 16,
+            "tie_word_embeddings": False,  # else the likeliest token is the one before, whatever attention says
+        }
+    kinds: dict[str, type[PreTrainedConfig]] = {
+        "llama": LlamaConfig,
+        "qwen2": Qwen2Config,
+        "qwen3": Qwen3Config,
+        "mistral": MistralConfig,
+        "gemma3": Gemma3TextConfig,
+    }
+    return kinds[kind](**(values | changes))
 
 
 def save_tiny_model(folder: Path, kind: str, **changes: object) -> Path:

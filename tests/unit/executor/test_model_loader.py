@@ -18,9 +18,7 @@ from tokenizers.models import WordLevel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    Gemma3TextConfig,
     MambaConfig,
-    MistralConfig,
     PreTrainedConfig,
     T5Config,
 )
@@ -223,10 +221,10 @@ def test_num_weights_gguf_that_is_cut_off_is_refused(tmp_path: Path) -> None:
     assert caught.value.reason == "MODEL_NOT_READABLE"
 
 
-def test_check_architecture_sliding_window_is_refused_by_name() -> None:
-    assert "full_attention, sliding_attention" in str(refusal(Gemma3TextConfig(num_hidden_layers=6)))
-    window = refusal(MistralConfig(sliding_window=128))
-    assert "sliding_attention" in str(window)
+def test_check_architecture_layers_of_another_kind_are_refused_by_name() -> None:
+    config = tiny_config("llama")
+    config.layer_types = ["full_attention", "chunked_attention", "full_attention"]
+    assert "chunked_attention, full_attention" in str(refusal(config))
 
 
 def test_check_architecture_encoder_decoder_is_refused() -> None:
@@ -239,8 +237,8 @@ def test_check_architecture_attention_softcap_is_refused() -> None:
     assert "attn_logit_softcapping=50.0" in str(refusal(config))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_check_architecture_full_attention_passes(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gemma3"])
+def test_check_architecture_full_attention_and_sliding_windows_pass(kind: str) -> None:
     check_architecture(tiny_config(kind))
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from executor_service.backends.base import BackendError, PenaltyHistory
 from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.kv_cache import KvLayout, PagedKvCache
+from executor_service.layer_groups import group_layers
 from executor_service.model_loader import load_model
 from executor_service.model_runner import ATTENTION_NAME, ModelRunner, probe
 from tests.unit.executor.step_builder import (
@@ -42,10 +43,11 @@ class Harness:
         self, folder: Path, block_size: int, num_blocks: int = 64, limits: AttentionLimits | None = None
     ) -> None:
         model = load_model(str(folder), device=CPU, dtype="float32").model
-        layers, kv_heads, dim = probe(model, VOCAB_SIZE)
+        windows, kv_heads, dim = probe(model, VOCAB_SIZE)
+        groups = group_layers(windows)
         self.block_size = block_size
-        self.cache = PagedKvCache(KvLayout(layers, kv_heads, dim, block_size, torch.float32), num_blocks, CPU)
-        self.runner = ModelRunner(model, limits or AttentionLimits(gather_tokens=1 << 16))
+        self.cache = PagedKvCache(KvLayout(groups.num_pages, kv_heads, dim, block_size, torch.float32), num_blocks, CPU)
+        self.runner = ModelRunner(model, limits or AttentionLimits(gather_tokens=1 << 16), groups)
         self.free = np.random.default_rng(block_size).permutation(np.arange(1, num_blocks)).tolist()
 
     def take(self, tokens: int) -> list[int]:
@@ -245,7 +247,7 @@ def test_forward_two_kv_groups_is_refused(folder: Path) -> None:
     harness = Harness(folder, 16)
     step = build_step([Row([5, 6], 0, harness.take(2))], 16)
     object.__setattr__(step, "tables", [step.tables[0], step.tables[0]])
-    with pytest.raises(BackendError, match="one block table per row") as caught:
+    with pytest.raises(BackendError, match="one block table per row for each of 1 KV groups, got 2") as caught:
         harness.runner.run(step, harness.cache)
     assert caught.value.reason == "BAD_STEP"
 

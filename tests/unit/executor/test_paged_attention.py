@@ -39,13 +39,17 @@ def _run(
     heads: tuple[int, int, int] = (6, 2, 16),
     garbage: float = float("nan"),
     seed: int = 0,
+    window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The step through both; the slots that no row uses hold garbage."""
+    """The step through both; the slots that no row uses hold garbage, and so does the null block before windows."""
     q_heads, kv_heads, dim = heads
     rng = np.random.default_rng(seed)
     counts = [-(-seq // block_size) for _, seq in shapes]
     free = rng.permutation(np.arange(1, sum(counts) + 4)).tolist()
     blocks = [[free.pop() for _ in range(count)] for count in counts]
+    firsts = [max(0, seq - query - window + 1) if window else 0 for query, seq in shapes]
+    for first, own in zip(firsts, blocks, strict=True):
+        own[: first // block_size] = [0] * (first // block_size)
     rows = [Row([0] * query, seq - query, own) for (query, seq), own in zip(shapes, blocks, strict=True)]
     step = build_step(rows, block_size)
     torch.manual_seed(seed)
@@ -53,8 +57,8 @@ def _run(
     query = torch.randn(num_tokens, q_heads, dim).to(dtype)
     key, value = torch.randn(2, num_tokens, kv_heads, dim).to(dtype)
     cache = torch.full((2, sum(counts) + 4, block_size, kv_heads, dim), garbage, dtype=dtype)
-    for row in rows:
-        for position in range(row.start):  # what earlier steps wrote
+    for first, row in zip(firsts, rows, strict=True):
+        for position in range(first, row.start):  # what earlier steps wrote
             cache[:, row.blocks[position // block_size], position % block_size] = torch.randn(2, kv_heads, dim).to(
                 dtype
             )
@@ -68,6 +72,7 @@ def _run(
         seq_lens=seq_lens,
         block_tables=blocks,
         scaling=0.3,
+        window=window,
     )
     plan = plan_attention(
         step.query_indptr,
@@ -77,6 +82,7 @@ def _run(
         block_size=block_size,
         limits=limits,
         device=torch.device("cpu"),
+        window=window,
     )
     flat = cache.view(2, -1, kv_heads * dim)
     actual = paged_attention(query, key, value, flat[0], flat[1], plan=plan, scaling=0.3)
@@ -96,6 +102,22 @@ def test_paged_attention_any_step_equals_oracle(
 ) -> None:
     dtype, atol, rtol = tolerance
     actual, expected = _run(shapes, block_size, dtype, limits)
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("tolerance", TOLERANCES, ids=["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("limits", [WIDE, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize(("block_size", "window"), [(1, 7), (8, 1), (8, 20), (16, 16), (16, 33), (32, 300)])
+@pytest.mark.parametrize("shapes", STEPS.values(), ids=STEPS.keys())
+def test_paged_attention_with_a_window_equals_oracle(
+    shapes: list[tuple[int, int]],
+    block_size: int,
+    window: int,
+    limits: AttentionLimits,
+    tolerance: tuple[torch.dtype, float, float],
+) -> None:
+    dtype, atol, rtol = tolerance
+    actual, expected = _run(shapes, block_size, dtype, limits, window=window)
     torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
 
 

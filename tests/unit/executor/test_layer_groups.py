@@ -1,0 +1,109 @@
+"""Which layers share a block table, from a configuration."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import (
+    BambaConfig,
+    Gemma3TextConfig,
+    JambaConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    Mamba2Config,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3NextConfig,
+)
+
+from executor_service.backends.base import BackendError, KvGroupSpec
+from executor_service.layer_groups import group_layers, layer_windows
+from kvmanager_service.core.kv_groups import SlidingWindow
+
+
+def test_layer_windows_are_those_of_the_configuration() -> None:
+    assert layer_windows(LlamaConfig(num_hidden_layers=2)) == [0, 0]
+    assert layer_windows(MistralConfig(num_hidden_layers=2, sliding_window=128)) == [128, 128]
+    assert layer_windows(MistralConfig(num_hidden_layers=2, sliding_window=None)) == [0, 0]
+    assert layer_windows(Qwen2Config(num_hidden_layers=2, sliding_window=64, use_sliding_window=False)) == [0, 0]
+    gemma = Gemma3TextConfig(num_hidden_layers=7, sliding_window=512)
+    assert layer_windows(gemma) == [512, 512, 512, 512, 512, 0, 512]
+
+
+@pytest.mark.parametrize(
+    ("types", "window"),
+    [
+        (["full_attention", "chunked_attention"], None),
+        (["linear_attention", "full_attention"], None),
+        (["sliding_attention", "full_attention"], None),
+    ],
+)
+def test_layer_windows_other_attention_is_refused_by_name(types: list[str], window: int | None) -> None:
+    config = LlamaConfig(num_hidden_layers=2)
+    config.layer_types, config.sliding_window = types, window
+    with pytest.raises(BackendError, match=types[0] if types[0] != "full_attention" else types[1]) as caught:
+        layer_windows(config)
+    assert caught.value.reason == "MODEL_NOT_SUPPORTED"
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (JambaConfig(), "linear_attention"),
+        (BambaConfig(), "linear_attention"),
+        (Qwen3NextConfig(), "linear_attention"),
+        (Mamba2Config(), "linear_attention"),
+        (Llama4TextConfig(), "chunked_attention"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.model_type,
+)
+def test_layer_windows_model_that_keeps_a_state_is_refused_by_name(config: PreTrainedConfig, kind: str) -> None:
+    with pytest.raises(BackendError, match=f"got .*{kind}.* in {config.model_type}; this backend knows no other"):
+        layer_windows(config)
+
+
+def test_group_layers_one_kind_is_one_group_in_model_order() -> None:
+    groups = group_layers([0] * 5)
+    assert (groups.windows, groups.group_of, groups.page_of) == ((0,), (0,) * 5, (0, 1, 2, 3, 4))
+    assert (groups.num_pages, groups.num_layers(0)) == (5, 5)
+    assert group_layers([20, 20]).windows == (20,)
+
+
+def test_group_layers_gemma_3_270m_has_six_groups_and_no_unused_page() -> None:
+    windows = ([512] * 5 + [0]) * 3
+    groups = group_layers(windows)
+    assert groups.windows == (0, 512, 512, 512, 512, 512)
+    assert groups.num_pages == 3
+    assert [groups.num_layers(group) for group in range(6)] == [3] * 6
+
+
+def test_group_layers_that_do_not_divide_leave_pages_unused_in_sliding_groups() -> None:
+    groups = group_layers(([1024] * 5 + [0]) * 4 + [1024] * 2)  # Gemma 3 1B
+    assert groups.windows == (0, 1024, 1024, 1024, 1024, 1024, 1024)
+    assert [groups.num_layers(group) for group in range(7)] == [4, 4, 4, 4, 4, 4, 2]
+
+
+@pytest.mark.parametrize("windows", [[0, 20, 20, 0, 20], [8, 8, 300, 8], [0, 5] * 13 + [0] * 3])
+def test_group_layers_every_layer_has_a_page_of_its_own_in_a_group_of_its_window(windows: list[int]) -> None:
+    groups = group_layers(windows)
+    places = list(zip(groups.group_of, groups.page_of, strict=True))
+    assert len(set(places)) == len(windows)
+    assert [groups.windows[group] for group in groups.group_of] == windows
+    assert list(groups.windows) == sorted(groups.windows)
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 100])
+@pytest.mark.parametrize("chunk", [1, 16, 50])
+def test_most_blocks_of_a_window_are_those_that_the_manager_reckons_with(window: int, chunk: int) -> None:
+    """The executor promises that the longest sequence fits; the manager decides by the same number."""
+    spec, group = KvGroupSpec(1, 1, 1, 1, window), SlidingWindow(16, window)
+    for num_tokens in (1, 16, 17, 60, 300):
+        assert spec.most_blocks(num_tokens, 16, chunk) == group.most_blocks(num_tokens, chunk)
+
+
+def test_layer_windows_of_a_model_with_parts_are_those_of_its_decoder() -> None:
+    class Whole(PreTrainedConfig):
+        def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
+            return MistralConfig(num_hidden_layers=1, sliding_window=9)
+
+    assert layer_windows(Whole()) == [9]
