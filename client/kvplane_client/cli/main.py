@@ -16,6 +16,7 @@ from kvplane_client._version import __version__
 from kvplane_client.cli import (
     calibrate,
     chat,
+    conformance,
     events,
     generate,
     inventory,
@@ -111,6 +112,7 @@ for passed_through in (replay.replay, calibrate.calibrate):
         add_help_option=False,
     )(passed_through)
 app.command()(plan.plan)
+app.command()(conformance.conformance)
 app.add_typer(model.app, name="model")
 
 

@@ -1,0 +1,29 @@
+"""All cases, one module for each topic: read the one that you work on."""
+
+from __future__ import annotations
+
+from kvplane_client.conformance.cases import (
+    cache,
+    copies,
+    epochs,
+    feeds,
+    handshake,
+    malformed,
+    numerics,
+    rows,
+    sampling,
+    steps,
+    streams,
+    tables,
+    tags,
+)
+from kvplane_client.conformance.registry import Case
+
+__all__ = ["all_cases"]
+
+_TOPICS = (handshake, steps, epochs, streams, tables, rows, cache, feeds, copies, tags, sampling, malformed, numerics)
+
+
+def all_cases() -> list[Case]:
+    """Returns every case, in the order in which they are run."""
+    return [case for module in _TOPICS for case in module.TOPIC.cases]

@@ -1,0 +1,201 @@
+"""Small random models, written for executors to serve, and the kit's own arithmetic on them.
+
+Station: the command writes a model with `write_model`; `judges.ModelJudge` computes it with `ReferenceModel`. A Llama
+decoder in safetensors files as transformers names them, plain enough for any executor to read. The arithmetic is
+float64 over the whole sequence at once, without a cache, a block or a batch. Needs NumPy and safetensors (the extra
+`conformance`), never torch.
+
+Source: the architecture is that of Touvron et al., "LLaMA", 2023 (RMSNorm, rotary embeddings, SwiGLU), with grouped
+heads as in Ainslie et al., "GQA", 2023; the tensors' names and the rotary layout (halves, not pairs) are those of
+transformers' `LlamaForCausalLM`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from kvplane_client.conformance.outcome import UnusableError
+
+__all__ = ["ReferenceModel", "write_model"]
+
+_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "float32",
+}
+# What a model must have for the arithmetic below to be its own; a key that is absent counts as this.
+_REQUIRED = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rope_scaling": None,
+}
+
+Float64 = npt.NDArray[np.float64]
+
+
+def write_model(folder: Path, seed: int) -> None:
+    """Writes config.json and model.safetensors, the same bytes for the same seed.
+
+    Args:
+        folder: Is made where it is not there.
+        seed: In [0, 2**32).
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    # The old generator, since its stream is frozen for good. Weights so large that a wrong context shows in the output.
+    draw = np.random.RandomState(seed)
+    hidden, inner, vocab = (int(str(_CONFIG[key])) for key in ("hidden_size", "intermediate_size", "vocab_size"))
+    heads, kv_heads, head_dim = (
+        int(str(_CONFIG[key])) for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+
+    def matrix(rows: int, columns: int, gain: float = 1.0) -> npt.NDArray[np.float32]:
+        values: Float64 = draw.standard_normal((rows, columns)) * gain / np.sqrt(columns)
+        return values.astype(np.float32)
+
+    def scale() -> npt.NDArray[np.float32]:
+        return (1 + 0.1 * draw.standard_normal(hidden)).astype(np.float32)
+
+    tensors = {"model.embed_tokens.weight": matrix(vocab, hidden, np.sqrt(hidden))}
+    for layer in range(int(str(_CONFIG["num_hidden_layers"]))):
+        name = f"model.layers.{layer}"
+        tensors |= {
+            f"{name}.input_layernorm.weight": scale(),
+            f"{name}.self_attn.q_proj.weight": matrix(heads * head_dim, hidden, 1.5),
+            f"{name}.self_attn.k_proj.weight": matrix(kv_heads * head_dim, hidden, 1.5),
+            f"{name}.self_attn.v_proj.weight": matrix(kv_heads * head_dim, hidden, 1.5),
+            f"{name}.self_attn.o_proj.weight": matrix(hidden, heads * head_dim, 1.5),
+            f"{name}.post_attention_layernorm.weight": scale(),
+            f"{name}.mlp.gate_proj.weight": matrix(inner, hidden),
+            f"{name}.mlp.up_proj.weight": matrix(inner, hidden),
+            f"{name}.mlp.down_proj.weight": matrix(hidden, inner),
+        }
+    tensors |= {"model.norm.weight": scale(), "lm_head.weight": matrix(vocab, hidden, 2.5)}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(_CONFIG, indent=2) + "\n")
+
+
+class ReferenceModel:
+    """A Llama decoder in NumPy.
+
+    Args:
+        folder: With config.json and model.safetensors.
+
+    Raises:
+        UnusableError: It is no such folder, or a model that the kit cannot compute.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+            weights = load_file(folder / "model.safetensors")
+        except (OSError, ValueError, SafetensorError) as error:
+            raise UnusableError(f"expected a folder that --write-model has made, got {folder}: {error}") from error
+        for key, value in _REQUIRED.items():
+            if config.get(key, value) != value:
+                raise UnusableError(
+                    f"{folder}: expected {key} {value!r}, got {config[key]!r}; the kit computes no other"
+                )
+        try:
+            self._weights: dict[str, Float64] = {name: tensor.astype(np.float64) for name, tensor in weights.items()}
+            self.vocab_size = int(config["vocab_size"])
+            self._num_layers = int(config["num_hidden_layers"])
+            self._heads = int(config["num_attention_heads"])
+            self._kv_heads = int(config["num_key_value_heads"])
+            self._head_dim = int(config.get("head_dim") or config["hidden_size"] // self._heads)
+            self._epsilon = float(config["rms_norm_eps"])
+            self._theta = float(config.get("rope_theta", 10000.0))
+            head = "model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"
+            self._head = self._weights[head]
+        except (KeyError, TypeError, ValueError) as error:
+            raise UnusableError(f"{folder}: expected the configuration of a Llama decoder, got {error!r}") from error
+
+    def logprobs(self, sequence: Sequence[int]) -> list[list[float]]:
+        """Computes what comes after every beginning of a sequence.
+
+        Shape:
+            sequence: (T,); returns (T, V) natural log probabilities.
+        """
+        hidden = self._weights["model.embed_tokens.weight"][np.array(sequence)]
+        cosine, sine = self._rotation(len(sequence))
+        for layer in range(self._num_layers):
+            name = f"model.layers.{layer}"
+            normed = self._normed(hidden, f"{name}.input_layernorm.weight")
+            hidden = hidden + self._attention(normed, f"{name}.self_attn", cosine, sine)
+            normed = self._normed(hidden, f"{name}.post_attention_layernorm.weight")
+            hidden = hidden + self._feed_forward(normed, f"{name}.mlp")
+        logits = self._normed(hidden, "model.norm.weight") @ self._head.T
+        logits -= logits.max(axis=-1, keepdims=True)
+        logprobs: list[list[float]] = (logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))).tolist()
+        return logprobs
+
+    def _rotation(self, length: int) -> tuple[Float64, Float64]:
+        """Cosine and sine of each position's angles. Shape: (T, 1, D), its halves equal."""
+        frequencies = self._theta ** (-np.arange(0, self._head_dim, 2) / self._head_dim)
+        angles = np.tile(np.arange(length)[:, None] * frequencies, 2)[:, None, :]
+        return np.cos(angles), np.sin(angles)
+
+    def _normed(self, hidden: Float64, weight: str) -> Float64:
+        """RMSNorm. Shape: (T, H)."""
+        root = np.sqrt((hidden**2).mean(axis=-1, keepdims=True) + self._epsilon)
+        normed: Float64 = hidden / root * self._weights[weight]
+        return normed
+
+    def _attention(self, hidden: Float64, name: str, cosine: Float64, sine: Float64) -> Float64:
+        """Causal attention with grouped heads: softmax(Q K^T / sqrt(D)) V. Shape: (T, H)."""
+        length = len(hidden)
+
+        def projected(part: str, heads: int) -> Float64:
+            product: Float64 = hidden @ self._weights[f"{name}.{part}_proj.weight"].T
+            return product.reshape(length, heads, self._head_dim)
+
+        def rotated(states: Float64) -> Float64:
+            first, second = np.split(states, 2, axis=-1)
+            return states * cosine + np.concatenate([-second, first], axis=-1) * sine
+
+        group = self._heads // self._kv_heads
+        query = rotated(projected("q", self._heads))
+        key = np.repeat(rotated(projected("k", self._kv_heads)), group, axis=1)
+        value = np.repeat(projected("v", self._kv_heads), group, axis=1)
+        scores = np.einsum("thd,shd->hts", query, key) / np.sqrt(self._head_dim)
+        scores[:, np.triu(np.ones((length, length), dtype=bool), 1)] = -np.inf
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        mixed = np.einsum("hts,shd->thd", weights, value).reshape(length, -1)
+        attended: Float64 = mixed @ self._weights[f"{name}.o_proj.weight"].T
+        return attended
+
+    def _feed_forward(self, hidden: Float64, name: str) -> Float64:
+        """SwiGLU: down(silu(gate(x)) * up(x)). Shape: (T, H)."""
+        gate = hidden @ self._weights[f"{name}.gate_proj.weight"].T
+        up = hidden @ self._weights[f"{name}.up_proj.weight"].T
+        forwarded: Float64 = (gate / (1 + np.exp(-gate)) * up) @ self._weights[f"{name}.down_proj.weight"].T
+        return forwarded

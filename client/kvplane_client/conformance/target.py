@@ -1,0 +1,247 @@
+"""The executor that is tried: the connection, what it says of itself, and a fresh cache for each case.
+
+Station: made by `runner`, used by `bench` and `judges`. The only place that knows how calls fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
+
+import grpc
+import grpc.aio
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from kvplane.executor.v1 import executor_service_pb2 as pb
+from kvplane.executor.v1.executor_service_pb2_grpc import ExecutorServiceStub
+
+from kvplane_client.conformance.outcome import CaseFailedError, ExecutorGoneError, UnusableError
+from kvplane_client.conformance.steps import Geometry
+
+if TYPE_CHECKING:
+    from kvplane.executor.v1.executor_service_pb2_grpc import ExecutorServiceAsyncStub
+
+__all__ = ["MAX_BATCHED_TOKENS_AT_LEAST", "MAX_SEQS", "NUM_BLOCKS", "Target", "check_error"]
+
+MAX_SEQS = 8
+MAX_BATCHED_TOKENS_AT_LEAST = 64
+NUM_BLOCKS = 64
+"""Logical blocks that cases may use."""
+NUM_HOST_BLOCKS = 8
+
+_ERRORS = 'ExecutorService: Errors carry google.rpc.ErrorInfo with domain "kvplane".'
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
+_REASON = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*")
+_CHANNEL_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_receive_message_length", 256 * 1024 * 1024),
+    ("grpc.max_send_message_length", 256 * 1024 * 1024),
+)
+
+_T = TypeVar("_T")
+
+
+class Target:
+    """One executor.
+
+    Args:
+        address: host:port.
+        answer_within: Seconds that any answer may take.
+    """
+
+    def __init__(self, address: str, answer_within: float) -> None:
+        self.address = address
+        self.answer_within = answer_within
+        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self.stub: ExecutorServiceAsyncStub = ExecutorServiceStub(self._channel)
+        self.info = pb.GetModelInfoResponse()
+        self.profile = pb.ProfileMemoryResponse()
+        self.geometry = Geometry(1, 1, NUM_BLOCKS, 0)
+        self.max_batched_tokens = MAX_BATCHED_TOKENS_AT_LEAST
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._channel.close()
+
+    async def meet(self, wait: float) -> None:
+        """Learns what there is to try.
+
+        Args:
+            wait: Seconds to wait for an executor that is not there yet.
+
+        Raises:
+            UnusableError: There is none, or none that cases can be run on.
+        """
+        self.info = await self._first_answer(wait)
+        info = self.info
+        if info.block_size < 1 or info.vocab_size < 2 or not info.kv_groups:
+            got = f"block_size {info.block_size}, vocab_size {info.vocab_size}, {len(info.kv_groups)} kv_groups"
+            raise UnusableError(f"expected a model with block_size, vocab_size and kv_groups, got {got}")
+        kinds = {group.type for group in info.kv_groups}
+        if kinds != {pb.KV_GROUP_TYPE_FULL_ATTENTION}:
+            raise UnusableError(f"this kit tries KV groups of full attention alone, got {sorted(kinds)} (KvGroupType)")
+        self.max_batched_tokens = max(MAX_BATCHED_TOKENS_AT_LEAST, 8 * info.block_size)
+        self.profile = await self._profile()
+        groups = len(info.kv_groups)
+        needed = NUM_BLOCKS * groups + 1
+        if self.profile.num_blocks < needed:
+            raise UnusableError(
+                f"expected at least {needed} blocks to try tables with, got {self.profile.num_blocks}; "
+                "give the executor more memory, or smaller blocks"
+            )
+        host_blocks = min(NUM_HOST_BLOCKS, self.profile.num_host_blocks // groups)
+        self.geometry = Geometry(info.block_size, groups, NUM_BLOCKS, host_blocks)
+
+    async def fresh(self) -> int:
+        """Starts an empty cache under the kit's limits. Returns its epoch."""
+        await self._profile()
+        request = pb.InitializeKvCacheRequest(
+            num_blocks=self.geometry.num_blocks * self.geometry.num_groups + 1,
+            num_host_blocks=self.geometry.num_host_blocks * self.geometry.num_groups,
+        )
+        return (await self.call(self.stub.InitializeKvCache(request))).kv_cache.kv_epoch
+
+    async def call(self, call: Awaitable[_T]) -> _T:
+        """Waits for an answer that should be a good one.
+
+        Raises:
+            ExecutorGoneError: There is no executor any more.
+            CaseFailedError: It answers with an error, or not in time.
+        """
+        try:
+            async with asyncio.timeout(self.answer_within):
+                return await call
+        except grpc.aio.AioRpcError as error:
+            raise unexpected(error) from error
+        except TimeoutError:
+            raise self.too_late() from None
+
+    async def refused(self, call: Awaitable[object], code: grpc.StatusCode, contract: str, **metadata: object) -> None:
+        """Waits for an answer that should be this error.
+
+        Args:
+            call: The call.
+            code: The status it should have.
+            contract: The sentence that says so.
+            metadata: What its ErrorInfo should have.
+        """
+        try:
+            async with asyncio.timeout(self.answer_within):
+                got = await call
+        except grpc.aio.AioRpcError as error:
+            check_error(error, code, contract, metadata)
+        except TimeoutError:
+            raise self.too_late() from None
+        else:
+            raise CaseFailedError(contract, code.name, f"OK ({type(got).__name__})")
+
+    async def refuses_bytes(self, method: str, message: bytes) -> None:
+        """Sends what is no message, and waits for an error of any kind."""
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(f"/{SERVICE_NAME}/{method}")
+        try:
+            async with asyncio.timeout(self.answer_within):
+                await call(message)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                raise ExecutorGoneError(described(error)) from error
+        except TimeoutError:
+            raise self.too_late() from None
+        else:
+            raise CaseFailedError(_ERRORS, "an error", f"OK for {message!r} to {method}")
+
+    async def is_alive(self) -> bool:
+        """Whether it still says what it said."""
+        try:
+            async with asyncio.timeout(self.answer_within):
+                info = await self.stub.GetModelInfo(pb.GetModelInfoRequest(), wait_for_ready=False)
+        except (grpc.aio.AioRpcError, TimeoutError):
+            return False
+        return info.executor_id == self.info.executor_id
+
+    def too_late(self) -> CaseFailedError:
+        """The error of an answer that does not come."""
+        return CaseFailedError(
+            "ExecutorService: It knows no request: a step carries everything needed to run it, and any executor whose "
+            "blocks hold the tables' content can run it.",
+            f"an answer within {self.answer_within:g} s",
+            "none",
+        )
+
+    async def _profile(self) -> pb.ProfileMemoryResponse:
+        limits = pb.ProfileMemoryRequest(max_num_batched_tokens=self.max_batched_tokens, max_num_seqs=MAX_SEQS)
+        return await self.call(self.stub.ProfileMemory(limits))
+
+    async def _first_answer(self, wait: float) -> pb.GetModelInfoResponse:
+        """Asks until there is an answer that is not UNAVAILABLE."""
+        request = pb.GetModelInfoRequest()
+        deadline = asyncio.get_running_loop().time() + wait
+        while True:
+            try:
+                async with asyncio.timeout(self.answer_within):
+                    return await self.stub.GetModelInfo(request)
+            except grpc.aio.AioRpcError as error:
+                unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
+                if not unavailable or asyncio.get_running_loop().time() >= deadline:
+                    raise UnusableError(f"no executor at {self.address}: {described(error)}") from error
+            except TimeoutError:
+                raise UnusableError(f"no answer from {self.address} within {self.answer_within:g} s") from None
+            await asyncio.sleep(0.2)
+
+
+def unexpected(error: grpc.aio.AioRpcError) -> CaseFailedError | ExecutorGoneError:
+    """What an error means where none should have come."""
+    if error.code() is grpc.StatusCode.UNAVAILABLE and info_of(error) is None:
+        return ExecutorGoneError(described(error))
+    return CaseFailedError(
+        "ExecutorService: Life: GetModelInfo, ProfileMemory, InitializeKvCache, then one Execute stream.",
+        "a good answer",
+        described(error),
+    )
+
+
+def check_error(error: grpc.aio.AioRpcError, code: grpc.StatusCode, contract: str, metadata: dict[str, object]) -> None:
+    """Checks the status of a call that should have failed, and what comes with it.
+
+    Raises:
+        CaseFailedError: It is another error, or says too little.
+        ExecutorGoneError: There is no executor any more.
+    """
+    if error.code() is not code:
+        if error.code() is grpc.StatusCode.UNAVAILABLE and info_of(error) is None:
+            raise ExecutorGoneError(described(error))
+        raise CaseFailedError(contract, code.name, described(error))
+    info = info_of(error)
+    if info is None or info.domain != "kvplane" or not _REASON.fullmatch(info.reason):
+        got = "no ErrorInfo" if info is None else f"domain {info.domain!r}, reason {info.reason!r}"
+        raise CaseFailedError(_ERRORS, 'ErrorInfo with domain "kvplane" and a reason in UPPER_SNAKE_CASE', got)
+    missing = {name: str(value) for name, value in metadata.items() if info.metadata.get(name) != str(value)}
+    if missing:
+        raise CaseFailedError(contract, f"ErrorInfo.metadata with {missing}", dict(info.metadata))
+
+
+def info_of(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
+    """The ErrorInfo that comes with an error, if one does."""
+    try:
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]  # it has what is needed of a Call
+    except ValueError:  # the status in the trailers is another than that of the call
+        return None
+    details: Iterable[object] = () if status is None else status.details
+    info = error_details_pb2.ErrorInfo()
+    for detail in details:
+        if detail.Unpack(info):  # type: ignore[attr-defined]
+            return info
+    return None
+
+
+def described(error: grpc.aio.AioRpcError) -> str:
+    """Status and message."""
+    return f"{error.code().name}: {error.details()}"
