@@ -1,0 +1,195 @@
+"""Executors that compute wrong: the sim backend, each with one fault that a kernel or a runner can have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from executor_service.backends.base import (
+    BlockCopies,
+    CopyDirection,
+    GroupTables,
+    StepBatch,
+    StepResult,
+)
+from executor_service.backends.sim_backend import SimBackend, SimBackendConfig
+from tests.conformance.trial import BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS, VOCAB_SIZE
+
+
+class FaultyBackend(SimBackend):
+    """A sim backend of the kit's size, and how it is spoiled."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            SimBackendConfig(
+                block_size=BLOCK_SIZE,
+                sim_num_blocks=NUM_BLOCKS,
+                sim_vocab_size=VOCAB_SIZE,
+                swap_space=NUM_HOST_BLOCKS * BLOCK_SIZE * 8,
+            )
+        )
+
+    def spoil(self, block: int) -> None:
+        """Overwrite what a block holds."""
+        self._slots.reshape(-1, BLOCK_SIZE)[block] ^= np.uint64(0x5555)
+        powers = self._powers[:BLOCK_SIZE]
+        self._polynomials[block] = (self._slots.reshape(-1, BLOCK_SIZE)[block] * powers).sum()
+
+    def spoil_all(self) -> None:
+        """Overwrite what every block holds."""
+        for block in range(1, len(self._polynomials)):
+            self.spoil(block)
+
+
+def _with_tables(batch: StepBatch, **values: np.ndarray) -> StepBatch:  # type: ignore[type-arg]
+    tables: list[GroupTables] = [dataclasses.replace(table, **values) for table in batch.tables]  # type: ignore[arg-type]
+    return dataclasses.replace(batch, tables=tables)
+
+
+class OffByOneInLastBlock(FaultyBackend):
+    """Leaves out the last slot that is in use."""
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        return super().execute(_with_tables(batch, last_block_len=batch.tables[0].last_block_len - 1))
+
+
+class ReadsWholeLastBlock(FaultyBackend):
+    """Takes every last block for a full one: slots beyond last_block_len, too."""
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        whole = np.full_like(batch.tables[0].last_block_len, BLOCK_SIZE)
+        return super().execute(_with_tables(batch, last_block_len=whole))
+
+
+class WritesIntoSharedBlocks(FaultyBackend):
+    """Where two rows have a block in common, it is not what it was afterwards."""
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        result = super().execute(batch)
+        blocks, counts = np.unique(batch.tables[0].block_ids, return_counts=True)
+        for block in blocks[counts > 1].tolist():
+            self.spoil(block)
+        return result
+
+
+class MixesRows(FaultyBackend):
+    """Gives each row's token to the next one."""
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        result = super().execute(batch)
+        return dataclasses.replace(result, sampled_token_ids=np.roll(result.sampled_token_ids, 1))
+
+
+class IgnoresCopies(FaultyBackend):
+    """Copies nothing."""
+
+    def copy_blocks(self, copies: Sequence[BlockCopies]) -> None:
+        return
+
+
+class CopiesNothingBack(FaultyBackend):
+    """What was swapped out stays out."""
+
+    def copy_blocks(self, copies: Sequence[BlockCopies]) -> None:
+        super().copy_blocks([run for run in copies if run.direction is not CopyDirection.HOST_TO_DEVICE])
+
+
+class CopiesAfterRows(FaultyBackend):
+    """Copies once the step's rows have written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._late: Sequence[BlockCopies] = ()
+
+    def copy_blocks(self, copies: Sequence[BlockCopies]) -> None:
+        self._late = copies
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        result = super().execute(batch)
+        super().copy_blocks(self._late)
+        self._late = ()
+        return result
+
+
+class ForgetsWhatIsCold(FaultyBackend):
+    """Drops blocks that no step has named for three steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last_named = np.zeros(NUM_BLOCKS, dtype=np.int64)
+        self._steps = 0
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        self._steps += 1
+        self._last_named[batch.tables[0].block_ids] = self._steps
+        for block in np.flatnonzero(self._last_named[: len(self._polynomials)] == self._steps - 4).tolist():
+            self.spoil(block)
+        return super().execute(batch)
+
+
+class DrawsImpurely(FaultyBackend):
+    """Random tokens depend on how many steps there were before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps = 0
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        self._steps += 1
+        if batch.sampling is not None:
+            seeds = batch.sampling.seeds + np.uint64(self._steps)
+            batch = dataclasses.replace(batch, sampling=dataclasses.replace(batch.sampling, seeds=seeds))
+        return super().execute(batch)
+
+
+class ReadsBeforeItWrites(FaultyBackend):
+    """Runs the rows of a step one after the other: a row does not see what a later one fills."""
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        if batch.num_rows < 2:
+            return super().execute(batch)
+        tokens: list[np.ndarray] = []  # type: ignore[type-arg]
+        for row in range(batch.num_rows):
+            result = super().execute(_row_of(batch, row))
+            tokens.append(result.sampled_token_ids)
+        return StepResult(np.concatenate(tokens))
+
+
+def _row_of(batch: StepBatch, row: int) -> StepBatch:
+    """One row of a step, as a step."""
+    start, end = batch.query_indptr[row : row + 2].tolist()
+    (table,) = batch.tables
+    first, last = table.block_indptr[row : row + 2].tolist()
+    sampling = batch.sampling
+    if sampling is not None:
+        mine = sampling.rows == row
+        sampling = dataclasses.replace(
+            sampling,
+            rows=np.zeros(int(mine.sum()), dtype=np.int32),
+            params_index=sampling.params_index[mine],
+            seeds=sampling.seeds[mine],
+            positions=sampling.positions[mine],
+            histories={place: sampling.histories[at] for place, at in enumerate(np.flatnonzero(mine).tolist())}
+            if sampling.histories
+            else {},
+        )
+        if not mine.any():
+            sampling = None
+    return dataclasses.replace(
+        batch,
+        query_indptr=np.array([0, end - start], dtype=np.int32),
+        token_ids=batch.token_ids[start:end],
+        positions=batch.positions[start:end],
+        seq_lens=batch.seq_lens[row : row + 1],
+        tables=[
+            GroupTables(
+                np.array([0, last - first], dtype=np.int32),
+                table.block_ids[first:last],
+                table.last_block_len[row : row + 1],
+            )
+        ],
+        slot_mappings=[batch.slot_mappings[0][start:end]],
+        sampling=sampling,
+    )

@@ -1,0 +1,110 @@
+"""The kit finds every one of these faults, by the cases that are meant for them; without a fault it finds none."""
+
+from __future__ import annotations
+
+import pytest
+
+from executor_service.server import running_executor
+from tests.conformance import broken_backends as backends
+from tests.conformance import broken_wire as wires
+from tests.conformance.trial import failures, sim_config, skipped, tried
+
+# What is tried, and what of it must fail.
+BACKENDS = {
+    backends.OffByOneInLastBlock: (["tables/every_last", "cache/chunks"], {"tables/every_last_block_len"}),
+    backends.ReadsWholeLastBlock: (["tables/"], {"tables/stale_slots"}),
+    backends.WritesIntoSharedBlocks: (["tables/"], {"tables/shared_prefix_filled_before"}),
+    backends.MixesRows: (["rows/"], {"rows/batch_of_prompts", "rows/batch_decodes", "rows/few_rows_sample"}),
+    backends.IgnoresCopies: (["copies/", "feeds/forks"], {"copies/copy_on_write", "copies/chained", "feeds/forks"}),
+    backends.CopiesNothingBack: (["copies/"], {"copies/out_and_in", "copies/host_blocks_stay"}),
+    backends.CopiesAfterRows: (["copies/"], {"copies/before_rows_write"}),
+    backends.ForgetsWhatIsCold: (["cache/"], {"cache/untouched_for_long"}),
+    backends.DrawsImpurely: (["sampling/"], {"sampling/same_seed_same_tokens"}),
+    backends.ReadsBeforeItWrites: (["tables/"], {"tables/shared_prefix_filled_now", "tables/prompt_cut_into_rows"}),
+}
+WIRES = {
+    wires.IgnoresFeeds: (["feeds/"], {"feeds/chain_sent_ahead", "feeds/crosswise", "feeds/nothing_kept"}),
+    wires.AcceptsAnyEpoch: (["epochs/"], {"epochs/step_of_another", "epochs/step_after_a_reset"}),
+    wires.LosesTags: (["tags/"], {"tags/stored_and_listed", "tags/listed_to_the_next_manager"}),
+    wires.RunsStepsOutOfOrder: (["steps/"], {"steps/blocks_handed_on", "steps/chunks_queued"}),
+    wires.AnswersMalformedSteps: (["malformed/block_", "tags/too_long"], {"malformed/block_null", "tags/too_long"}),
+    wires.HarmsKvOfOthers: (["malformed/block_"], {"malformed/block_null", "malformed/block_beyond_cache"}),
+    wires.SaysNothingOfErrors: (["epochs/", "malformed/token"], {"epochs/reset_of_another", "malformed/token_missing"}),
+    wires.TakesOverAtOnce: (["streams/"], {"streams/silent_stream", "streams/first_step_that_cannot_be_run"}),
+    wires.LeavesOldStreamsAlone: (["streams/taken"], {"streams/taken_over_by_the_epoch"}),
+    wires.CountsShort: (["cache/cold"], {"cache/cold_step", "cache/cold_step_after_reset"}),
+}
+# The formula of the sim backend tells what is left out everywhere alike; an executor is no judge of that itself.
+NOT_BY_ITSELF = {backends.OffByOneInLastBlock}
+NEED_LOGITS = {
+    "tables/every_token_counts",
+    "sampling/bias_decides",
+    "sampling/narrowed_to_one",
+    "sampling/kept_by_top_k",
+    "sampling/logprobs_before_bias",
+    "sampling/penalties_use_the_history",
+    "numerics/after_one_token",
+    "numerics/after_every_length",
+    "numerics/long_decode",
+    "numerics/mixed_batch",
+}
+
+
+@pytest.mark.parametrize("fault", BACKENDS, ids=lambda fault: fault.__name__)
+async def test_conformance_of_faulty_backend_fails(fault):
+    filters, expected = BACKENDS[fault]
+    async with running_executor(sim_config(), fault()) as server:
+        _, results = await tried(server.address, filters)
+    assert expected <= failures(results).keys()
+
+
+@pytest.mark.parametrize("fault", BACKENDS.keys() - NOT_BY_ITSELF, ids=lambda fault: fault.__name__)
+async def test_conformance_of_faulty_backend_without_a_formula_fails(fault):
+    """Nothing is known of how this executor computes: it is its own judge."""
+    filters, expected = BACKENDS[fault]
+    async with running_executor(sim_config(backend="other"), fault()) as server:
+        judge, results = await tried(server.address, filters)
+    assert judge.name.startswith("the executor itself")
+    assert expected <= failures(results).keys()
+
+
+@pytest.mark.parametrize("fault", WIRES, ids=lambda fault: fault.__name__)
+async def test_conformance_of_faulty_wire_fails(fault):
+    filters, expected = WIRES[fault]
+    async with wires.broken_wire(fault) as address:
+        _, results = await tried(address, filters)
+    assert expected <= failures(results).keys()
+
+
+async def test_conformance_of_executor_that_dies_fails_and_so_does_all_that_comes_after():
+    async with wires.broken_wire(wires.DiesOfMalformedSteps) as address:
+        _, results = await tried(address, ["cache/cold_step", "malformed/block_", "malformed/token"])
+    failed = failures(results)
+    assert "cache/cold_step" not in failed
+    assert len(failed) == len(results) - 2
+    assert failed["malformed/block_ids_of_odd_bytes"].startswith("expected an executor that answers")
+    assert failed["malformed/token_missing"].endswith("none since malformed/block_indptr_of_odd_bytes")
+
+
+async def test_conformance_of_wire_without_a_fault_passes():
+    """What is found with the faults is not the wire's own doing."""
+    async with wires.broken_wire(wires.Wire) as address:
+        _, results = await tried(address)
+    assert failures(results) == {}
+
+
+@pytest.mark.parametrize("backend", ["sim", "other"])
+async def test_conformance_of_sim_executor_passes(backend):
+    async with running_executor(sim_config(backend=backend), backends.FaultyBackend()) as server:
+        _, results = await tried(server.address)
+    assert failures(results) == {}
+    if backend == "sim":
+        assert skipped(results) == NEED_LOGITS
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+async def test_conformance_of_other_block_sizes_passes(block_size):
+    config = sim_config(block_size=block_size, swap_space=8 * block_size * 8)
+    async with running_executor(config) as server:
+        _, results = await tried(server.address)
+    assert failures(results) == {}

@@ -1,0 +1,55 @@
+"""Runs the kit on an executor of this process, as the command does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvplane_client.conformance.judges import Judge
+from kvplane_client.conformance.reference_model import ReferenceModel
+from kvplane_client.conformance.runner import Outcome, Result, choose_judge, run_cases, selected
+from kvplane_client.conformance.target import Target
+
+from executor_service.config import ExecutorConfig
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 80
+NUM_HOST_BLOCKS = 8
+VOCAB_SIZE = 1000
+ANSWER_WITHIN_S = 60.0
+
+
+def sim_config(**values: object) -> ExecutorConfig:
+    """A sim executor with as many blocks as the kit needs; its host blocks are of 8 bytes a slot."""
+    defaults = {
+        "backend": "sim",
+        "port": 0,
+        "block_size": BLOCK_SIZE,
+        "sim_num_blocks": NUM_BLOCKS,
+        "sim_vocab_size": VOCAB_SIZE,
+        "swap_space": NUM_HOST_BLOCKS * BLOCK_SIZE * 8,
+    }
+    return ExecutorConfig(**(defaults | values))  # type: ignore[arg-type]
+
+
+async def tried(
+    address: str, filters: Sequence[str] = (), *, model: ReferenceModel | None = None
+) -> tuple[Judge, list[Result]]:
+    """The judge, and how each case ended."""
+    async with Target(address, ANSWER_WITHIN_S) as target:
+        await target.meet(0.0)
+        judge = choose_judge(target, model, None)
+        return judge, [result async for result in run_cases(target, judge, selected(filters))]
+
+
+def failures(results: Sequence[Result]) -> dict[str, str]:
+    """What failed and why, by name."""
+    return {
+        result.name: f"expected {result.expected}, got {result.got}"
+        for result in results
+        if result.outcome is Outcome.FAILED
+    }
+
+
+def skipped(results: Sequence[Result]) -> set[str]:
+    """What was skipped."""
+    return {result.name for result in results if result.outcome is Outcome.SKIPPED}
