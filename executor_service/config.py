@@ -85,7 +85,10 @@ class ExecutorConfig(BaseSettings):
         description="Unique to one run of one executor. Default: random.",
     )
     backend: str = Field(
-        "torch", min_length=1, description="What computes: torch, sim, or an entry point of group kvplane.backends."
+        "torch",
+        min_length=1,
+        description="What computes: torch, sim, an entry point of group kvplane.backends, or the place of a class, as"
+        " module:class.",
     )
     model: str = Field("", description="Folder, hub id or GGUF file of the model. The sim backend needs none.")
     model_name: str | None = Field(None, description="Name the model is served under. Default: taken from model.")

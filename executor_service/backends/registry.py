@@ -2,7 +2,8 @@
 
 Station: called by `server`. A backend is a class registered under the entry-point group `kvplane.backends`, whose
 constructor takes one dataclass; the dataclass's fields that are named like fields of `ExecutorConfig` get its values,
-others keep their defaults. Nothing is imported but the backend asked for: `sim` runs without torch.
+others keep their defaults. Nothing is imported but the backend asked for: `sim` runs without torch. A class that is
+not registered, as one that is being written, is named by its place: "module:class".
 """
 
 from __future__ import annotations
@@ -39,13 +40,14 @@ def create_backend(config: ExecutorConfig) -> Backend:
         BackendError: no such backend, it cannot be imported, or it is not built as the module docstring says.
     """
     known = known_backends()
-    if config.backend not in known:
-        message = f"backend: expected one of {sorted(known)}, got {config.backend!r}"
+    place = known.get(config.backend, config.backend)
+    if ":" not in place:
+        message = f'backend: expected one of {sorted(known)}, or "module:class", got {config.backend!r}'
         raise BackendError("UNKNOWN_BACKEND", message, got=config.backend)
-    module, _, name = known[config.backend].partition(":")
+    module, _, name = place.partition(":")
     try:
         backend_class = getattr(importlib.import_module(module), name)
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         message = f"backend {config.backend!r} cannot be imported: {error}; install what it needs"
         raise BackendError("BACKEND_NOT_INSTALLED", message, module=module) from error
     backend = backend_class(_backend_config(backend_class, config))

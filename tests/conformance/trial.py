@@ -32,10 +32,14 @@ def sim_config(**values: object) -> ExecutorConfig:
 
 
 async def tried(
-    address: str, filters: Sequence[str] = (), *, model: ReferenceModel | None = None
+    address: str,
+    filters: Sequence[str] = (),
+    *,
+    model: ReferenceModel | None = None,
+    answer_within: float = ANSWER_WITHIN_S,
 ) -> tuple[Judge, list[Result]]:
     """The judge, and how each case ended."""
-    async with Target(address, ANSWER_WITHIN_S) as target:
+    async with Target(address, answer_within) as target:
         await target.meet(0.0)
         judge = choose_judge(target, model, None)
         return judge, [result async for result in run_cases(target, judge, selected(filters))]

@@ -316,7 +316,7 @@ class Stream:
         except grpc.aio.AioRpcError as error:
             check_error(error, code, contract, metadata)
         except TimeoutError:
-            raise self._bench.target.too_late() from None
+            raise self._bench.target.too_late(contract, code.name) from None
         else:
             raise CaseFailedError(contract, code.name, f"the end of the stream with {status.name}")
 

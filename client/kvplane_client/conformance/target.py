@@ -33,6 +33,8 @@ NUM_BLOCKS = 64
 NUM_HOST_BLOCKS = 8
 
 _ERRORS = 'ExecutorService: Errors carry google.rpc.ErrorInfo with domain "kvplane".'
+_ANSWERS = "ExecutorService.Execute: Execute runs steps in the order sent, one response a step."
+_LIFE = "ExecutorService: Life: GetModelInfo, ProfileMemory, InitializeKvCache, then one Execute stream."
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
 _REASON = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*")
 _CHANNEL_OPTIONS = (
@@ -140,7 +142,7 @@ class Target:
         except grpc.aio.AioRpcError as error:
             check_error(error, code, contract, metadata)
         except TimeoutError:
-            raise self.too_late() from None
+            raise self.too_late(contract, code.name) from None
         else:
             raise CaseFailedError(contract, code.name, f"OK ({type(got).__name__})")
 
@@ -167,14 +169,9 @@ class Target:
             return False
         return info.executor_id == self.info.executor_id
 
-    def too_late(self) -> CaseFailedError:
-        """The error of an answer that does not come."""
-        return CaseFailedError(
-            "ExecutorService: It knows no request: a step carries everything needed to run it, and any executor whose "
-            "blocks hold the tables' content can run it.",
-            f"an answer within {self.answer_within:g} s",
-            "none",
-        )
+    def too_late(self, contract: str = _ANSWERS, expected: str = "an answer") -> CaseFailedError:
+        """The error of what does not come."""
+        return CaseFailedError(contract, expected, f"nothing within {self.answer_within:g} s")
 
     async def _profile(self) -> pb.ProfileMemoryResponse:
         limits = pb.ProfileMemoryRequest(max_num_batched_tokens=self.max_batched_tokens, max_num_seqs=MAX_SEQS)
@@ -201,11 +198,7 @@ def unexpected(error: grpc.aio.AioRpcError) -> CaseFailedError | ExecutorGoneErr
     """What an error means where none should have come."""
     if error.code() is grpc.StatusCode.UNAVAILABLE and info_of(error) is None:
         return ExecutorGoneError(described(error))
-    return CaseFailedError(
-        "ExecutorService: Life: GetModelInfo, ProfileMemory, InitializeKvCache, then one Execute stream.",
-        "a good answer",
-        described(error),
-    )
+    return CaseFailedError(_LIFE, "a good answer", described(error))
 
 
 def check_error(error: grpc.aio.AioRpcError, code: grpc.StatusCode, contract: str, metadata: dict[str, object]) -> None:

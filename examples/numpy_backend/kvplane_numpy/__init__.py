@@ -1,0 +1,1 @@
+"""An executor backend in NumPy alone; `docs/write-a-backend.md` walks through it."""

@@ -1,0 +1,87 @@
+"""The kit passes on executors that compute: torch, and the example backend of the docs, on the kit's own model."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from kvplane_client.conformance.reference_model import ReferenceModel, write_model
+
+from executor_service.config import ExecutorConfig
+from executor_service.server import running_executor
+from tests.conformance.trial import BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS, failures, skipped, tried
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "numpy_backend"
+# Where arithmetic, tables and copies are at work; the shell around a backend is the same as sim's.
+COMPUTING = ("tables/", "rows/", "cache/", "feeds/", "copies/", "sampling/", "numerics/")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("conformance") / "tiny"
+    write_model(folder, 0)
+    return folder
+
+
+def config(backend: str, folder: Path, **values: object) -> ExecutorConfig:
+    # K and V of 3 layers with 2 heads of 16 float32.
+    swap_space = NUM_HOST_BLOCKS * BLOCK_SIZE * 2 * 3 * 2 * 16 * 4
+    defaults = {
+        "backend": backend, "model": str(folder), "port": 0, "device": "cpu", "block_size": BLOCK_SIZE,
+        "num_blocks_override": NUM_BLOCKS, "memory_limit": "8GiB", "max_model_len": 256, "swap_space": swap_space,
+    }  # fmt: skip
+    return ExecutorConfig(**(defaults | values))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def numpy_backend(monkeypatch):
+    """The example's place on the path, as `pip install examples/numpy_backend` would put it there."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    assert importlib.util.find_spec("kvplane_numpy") is not None
+    return "kvplane_numpy.backend:NumpyBackend"
+
+
+async def test_conformance_of_numpy_example_passes_with_numerics(model, numpy_backend):
+    async with running_executor(config(numpy_backend, model, dtype="float32")) as server:
+        judge, results = await tried(server.address, model=ReferenceModel(model))
+    assert judge.name == "the reference model in NumPy"
+    assert failures(results) == {}
+    assert skipped(results) == set()
+
+
+async def test_conformance_of_numpy_example_as_its_own_judge_passes(model, numpy_backend):
+    async with running_executor(config(numpy_backend, model)) as server:
+        _, results = await tried(server.address, COMPUTING)
+    assert failures(results) == {}
+
+
+def test_numpy_example_is_as_short_as_the_docs_say():
+    assert len((EXAMPLE / "kvplane_numpy" / "backend.py").read_text().splitlines()) < 200
+
+
+@pytest.mark.filterwarnings("ignore")
+async def test_conformance_of_torch_executor_passes_with_numerics(model):
+    async with running_executor(config("torch", model, dtype="float32")) as server:
+        _, results = await tried(server.address, COMPUTING, model=ReferenceModel(model))
+    assert failures(results) == {}
+    assert skipped(results) == set()
+
+
+@pytest.mark.filterwarnings("ignore")
+async def test_conformance_of_torch_executor_with_other_weights_fails(model, tmp_path):
+    """The reference is no tautology: the same architecture with weights of another seed is found out."""
+    write_model(tmp_path, 1)
+    async with running_executor(config("torch", tmp_path, dtype="float32")) as server:
+        _, results = await tried(server.address, ["numerics/"], model=ReferenceModel(model))
+    assert len(failures(results)) == len(results)
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("judged_by", ["model", "itself"])
+async def test_conformance_of_torch_executor_passes_as_a_whole(model, judged_by):
+    async with running_executor(config("torch", model, dtype="float32")) as server:
+        reference = ReferenceModel(model) if judged_by == "model" else None
+        _, results = await tried(server.address, model=reference)
+    assert failures(results) == {}
