@@ -2,7 +2,8 @@
 
 Station: called by `executor_service.servicer` (the unary calls) and `executor_service.step_runner` (the steps), always
 from the one compute thread. A backend knows no gRPC and no request; it sees arrays. Backends are found by the
-entry-point group `kvplane.backends`; the kit in `tests/conformance` runs against any of them.
+entry-point group `kvplane.backends`, or named by their place (`registry`). `docs/write-a-backend.md` walks through a
+whole one; `kvplane conformance` tries any of them.
 """
 
 from __future__ import annotations

@@ -66,6 +66,19 @@ def test_create_backend_unusable_entry_point_says_why(monkeypatch, value, reason
     assert refused.value.reason == reason
 
 
+def test_create_backend_place_of_a_class_needs_no_entry_point():
+    backend = registry.create_backend(ExecutorConfig(backend=f"{__name__}:OtherBackend", block_size=7))
+    assert isinstance(backend, OtherBackend)
+    assert backend.load().block_size == 7
+
+
+@pytest.mark.parametrize("place", [f"{__name__}:NoSuchClass", "no.such.module:Backend"])
+def test_create_backend_place_without_a_class_says_why(place):
+    with pytest.raises(BackendError, match="cannot be imported") as refused:
+        registry.create_backend(ExecutorConfig(backend=place))
+    assert refused.value.reason == "BACKEND_NOT_INSTALLED"
+
+
 def test_create_backend_unknown_name_lists_the_known():
     with pytest.raises(BackendError, match=r"expected one of \['sim', 'torch'") as refused:
         registry.create_backend(ExecutorConfig(backend="abacus"))
