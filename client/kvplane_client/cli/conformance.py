@@ -34,9 +34,9 @@ _MARKS = {
 _HELP = """Try whether an executor keeps the contract: over gRPC, in any language.
 
 ADDRESS is the executor's host:port. What its cache holds is lost, so it must
-serve no manager. Outputs of a sim executor are compared with its formula; those
-of any other with what it computes itself, plainly; and with NumPy's, if it
-serves a model that --write-model made and --model names.
+serve no manager. Outputs of a sim executor are compared with its formula,
+those of any other with what it computes itself, plainly; and with NumPy's, if
+it serves a model that --write-model made and --model names.
 
 Exit codes: 0 all passed (or were skipped), 1 some failed, 2 wrong usage or no
 executor, 130 interrupted.
@@ -47,8 +47,7 @@ Examples:
 
   kvplane conformance localhost:50061 -k tables/ -k feeds/ --junit report.xml
 
-  kvplane conformance --write-model tiny && python -m executor_service --model
-  tiny --dtype float32 &
+  kvplane conformance --write-model tiny
 
   kvplane conformance localhost:50061 --model tiny --wait 60
 """
