@@ -42,6 +42,8 @@ __all__ = ["Answer", "Bench", "Stream", "ask_alone"]
 EPOCH_KEY = "kvplane-kv-epoch"
 _NUM_LOGPROBS = 5
 
+_ENDS = "ExecutorService.Execute: A step that cannot be run ends the stream with its status"
+
 _T = TypeVar("_T")
 
 
@@ -116,9 +118,17 @@ class Bench:
         return taken
 
     def track(self, length: int, salt: int = 0, blocks: list[int] | None = None) -> Track:
-        """A sequence of so many tokens, of which none is computed; its blocks have room for two blocks more."""
+        """A sequence of so many tokens, of which none is computed.
+
+        Args:
+            length: Its prompt's.
+            salt: Which prompt.
+            blocks: Where it lies; without any, in such as nobody has. When they are full it takes more of those.
+        """
+        if blocks is not None:
+            self._unused = [block for block in self._unused if block not in blocks]
         prompt = self.prompt(length, salt)
-        return Track(prompt, blocks if blocks is not None else self.blocks(length // self.block_size + 3))
+        return Track(prompt, self.blocks(-(-length // self.block_size)) if blocks is None else blocks)
 
     def stream(self, knows_epoch: int | None = None) -> Stream:
         """Opens an Execute stream. knows_epoch: the epoch that it names when it is opened."""
@@ -237,6 +247,9 @@ class Stream:
             copies: Logical blocks.
         """
         bench = self._bench
+        for row in rows:
+            missing = -(-row.end // bench.block_size) - len(row.track.blocks)
+            row.track.blocks.extend(bench.blocks(max(0, missing)))
         extras = StepExtras(self.last_step_id if feeds else 0, tags or {}, copies)
         self.last_step_id += 1
         samples = [
@@ -295,6 +308,10 @@ class Stream:
                 f"an answer to step {self._sent[0].step_id}",
                 "the end of the stream with OK",
             )
+        return self._take(response)
+
+    def _take(self, response: pb.ExecuteResponse) -> Answer:
+        """Checks an answer and takes note of what it says."""
         sent = self._sent.popleft()
         answer = self._checked(sent, response)
         self._fill_in(sent)
@@ -319,6 +336,23 @@ class Stream:
             raise self._bench.target.too_late(contract, code.name) from None
         else:
             raise CaseFailedError(contract, code.name, f"the end of the stream with {status.name}")
+
+    async def exchange(self, requests: Sequence[pb.ExecuteRequest]) -> grpc.RpcError:
+        """Sends steps at once on a call of its own, as which this stream goes on, and waits for its end.
+
+        For steps behind one that ends the stream: where a write fails, `grpc.aio` puts its own error in the place of
+        the one that comes. Answers are held to the contract as ever.
+
+        Raises:
+            CaseFailedError: It ends well.
+        """
+        self.cancel()
+        answers, error = await asyncio.to_thread(self._bench.target.exchange, requests)
+        for response in answers:
+            self._take(response)
+        if error is None:
+            raise CaseFailedError(_ENDS, "the end of the stream with an error", "its end with OK")
+        return error
 
     async def finish_sending(self) -> None:
         """Closes this side; answers still come."""

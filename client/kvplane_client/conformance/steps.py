@@ -181,6 +181,7 @@ def build_step(
     size = geometry.block_size
     lengths = [row.end - row.start for row in rows]
     tables = [row.track.blocks[: -(-row.end // size)] for row in rows]
+    assert all(len(table) == -(-row.end // size) for table, row in zip(tables, rows, strict=True))
     request = pb.ExecuteRequest(
         step_id=step_id,
         kv_epoch=kv_epoch,

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -46,6 +46,14 @@ _CHANNEL_OPTIONS = (
 )
 
 _T = TypeVar("_T")
+
+
+class RpcError(Protocol):
+    """What the errors of both kinds of calls have."""
+
+    def code(self) -> grpc.StatusCode: ...
+    def details(self) -> str | None: ...
+    def trailing_metadata(self) -> Any: ...
 
 
 class Target:
@@ -160,6 +168,21 @@ class Target:
         else:
             raise CaseFailedError(_ERRORS, "an error", f"OK for {message!r} to {method}")
 
+    def exchange(self, requests: Sequence[pb.ExecuteRequest]) -> tuple[list[pb.ExecuteResponse], grpc.RpcError | None]:
+        """Sends steps on a stream of a channel of its own, and waits for its end; blocks.
+
+        Returns:
+            The answers, and the error that ended the stream, if one did.
+        """
+        answers: list[pb.ExecuteResponse] = []
+        with grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel:
+            try:
+                for answer in ExecutorServiceStub(channel).Execute(iter(requests), timeout=self.answer_within):
+                    answers.append(answer)  # noqa: PERF402 - what came before an error counts
+            except grpc.RpcError as error:
+                return answers, error
+        return answers, None
+
     async def is_alive(self) -> bool:
         """Whether it still says what it said."""
         try:
@@ -201,7 +224,7 @@ def unexpected(error: grpc.aio.AioRpcError) -> CaseFailedError | ExecutorGoneErr
     return CaseFailedError(_LIFE, "a good answer", described(error))
 
 
-def check_error(error: grpc.aio.AioRpcError, code: grpc.StatusCode, contract: str, metadata: dict[str, object]) -> None:
+def check_error(error: RpcError, code: grpc.StatusCode, contract: str, metadata: dict[str, object]) -> None:
     """Checks the status of a call that should have failed, and what comes with it.
 
     Raises:
@@ -221,7 +244,7 @@ def check_error(error: grpc.aio.AioRpcError, code: grpc.StatusCode, contract: st
         raise CaseFailedError(contract, f"ErrorInfo.metadata with {missing}", dict(info.metadata))
 
 
-def info_of(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
+def info_of(error: RpcError) -> error_details_pb2.ErrorInfo | None:
     """The ErrorInfo that comes with an error, if one does."""
     try:
         status = rpc_status.from_call(error)  # type: ignore[arg-type]  # it has what is needed of a Call
@@ -235,6 +258,6 @@ def info_of(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
     return None
 
 
-def described(error: grpc.aio.AioRpcError) -> str:
+def described(error: RpcError) -> str:
     """Status and message."""
     return f"{error.code().name}: {error.details()}"

@@ -6,8 +6,8 @@ import grpc
 
 from kvplane_client.conformance.bench import Bench
 from kvplane_client.conformance.registry import Topic
-from kvplane_client.conformance.steps import column
-from kvplane_client.conformance.target import MAX_SEQS
+from kvplane_client.conformance.steps import Track, column
+from kvplane_client.conformance.target import MAX_SEQS, check_error
 
 TOPIC = Topic("steps")
 
@@ -109,19 +109,16 @@ async def ids_start_anew(bench: Bench) -> None:
 @TOPIC.case(_NAMED)
 async def error_ends_the_queue(bench: Bench) -> None:
     """Of three steps the second cannot be run: the first is answered, the third leaves no trace."""
-    track, other = bench.track(2 * bench.block_size), bench.track(bench.block_size, salt=1)
+    track, other, later = (bench.track(2 * bench.block_size, salt=salt) for salt in range(3))
     stream = bench.stream()
-    await stream.send(track.next(), tags={track.blocks[0]: b"first"})
+    good = stream.build(track.next(), tags={track.blocks[0]: b"first"})
     bad = stream.build(other.next())
     bad.positions.CopyFrom(column([]))
-    await stream.write(bad)
-    later = bench.track(bench.block_size, salt=2)
-    await stream.write(stream.build(later.next(), tags={later.blocks[0]: b"third"}))
-    answer = await stream.receive()
-    await stream.error(grpc.StatusCode.INVALID_ARGUMENT, _NAMED, step_id=2)
+    behind = stream.build(later.next(), tags={later.blocks[0]: b"third"})
+    error = await stream.exchange([good, bad, behind])
+    check_error(error, grpc.StatusCode.INVALID_ARGUMENT, _NAMED, {"step_id": 2})
     bench.equal(await bench.tags(), bench.tagged({track.blocks[0]: b"first"}), _NAMED)
-    track.tokens.append(answer.tokens[0])
-    await bench.unharmed(track)
+    await bench.unharmed(Track([*track.tokens, 0], track.blocks, track.computed))
 
 
 @TOPIC.case("ExecuteRequest.query_indptr: A step without rows ([0]) only does its copies and stores its tags.")
