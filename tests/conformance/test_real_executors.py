@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,15 @@ async def test_conformance_of_numpy_example_as_its_own_judge_passes(model, numpy
 
 def test_numpy_example_is_as_short_as_the_docs_say():
     assert len((EXAMPLE / "kvplane_numpy" / "backend.py").read_text().splitlines()) < 200
+
+
+def test_numpy_example_is_what_the_docs_quote():
+    text = (EXAMPLE.parents[1] / "docs" / "write-a-backend.md").read_text()
+    source = {line.strip() for line in (EXAMPLE / "kvplane_numpy" / "backend.py").read_text().splitlines()}
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    quoted = {line.partition("  #")[0].strip() for block in blocks for line in block.splitlines()} - {"", "..."}
+    assert len(quoted) > 15
+    assert {line for line in quoted if not line.startswith("...")} <= source
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -24,8 +24,9 @@ _COLD = "ExecutorService: any executor whose blocks hold the tables' content can
 async def taken_over_by_a_step(bench: Bench) -> None:
     """A new stream's first step ends the older one with ABORTED; the cache stays."""
     track = bench.track(bench.block_size + 1)
-    older, newer = bench.stream(), bench.stream()
+    older = bench.stream()
     await older.prefill(track)
+    newer = bench.stream()
     await newer.decode(track, 1)
     await older.error(_ABORTED, _FIRST_STEP)
     await newer.decode(track, 2)
