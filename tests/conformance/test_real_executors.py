@@ -11,11 +11,9 @@ from kvplane_client.conformance.reference_model import ReferenceModel, write_mod
 
 from executor_service.config import ExecutorConfig
 from executor_service.server import running_executor
-from tests.conformance.trial import BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS, failures, skipped, tried
+from tests.conformance.trial import BLOCK_SIZE, COMPUTING, NUM_BLOCKS, NUM_HOST_BLOCKS, failures, skipped, tried
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "numpy_backend"
-# Where arithmetic, tables and copies are at work; the shell around a backend is the same as sim's.
-COMPUTING = ("tables/", "rows/", "cache/", "feeds/", "copies/", "sampling/", "numerics/")
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +70,7 @@ def test_numpy_example_is_what_the_docs_quote():
 
 @pytest.mark.filterwarnings("ignore")
 async def test_conformance_of_torch_executor_passes_with_numerics(model):
+    """The shell around the backend is that of sim, and tried there."""
     async with running_executor(config("torch", model, dtype="float32")) as server:
         _, results = await tried(server.address, COMPUTING, model=ReferenceModel(model))
     assert failures(results) == {}

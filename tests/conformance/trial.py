@@ -16,6 +16,8 @@ NUM_BLOCKS = 80
 NUM_HOST_BLOCKS = 8
 VOCAB_SIZE = 1000
 ANSWER_WITHIN_S = 60.0
+# Where arithmetic, tables and copies are at work.
+COMPUTING = ("tables/", "rows/", "cache/", "feeds/", "copies/", "sampling/", "numerics/")
 
 
 def sim_config(**values: object) -> ExecutorConfig:

@@ -12,7 +12,8 @@ class CaseFailedError(Exception):
     """The executor breaks the contract.
 
     Args:
-        contract: The sentence that it breaks, as "Message.field: sentence" with the words of the .proto file.
+        contract: The sentence that it breaks, as "Message.field: sentence" with the words of the .proto file;
+            empty where it is the one that the case is about.
         expected: What the sentence makes one expect here.
         got: What came.
     """

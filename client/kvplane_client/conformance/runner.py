@@ -109,7 +109,7 @@ async def _run(target: Target, judge: Judge, case: Case) -> Result:
             await bench.close()
         await bench.judged(case.contract)
     except CaseFailedError as error:
-        outcome, contract, expected, got = Outcome.FAILED, error.contract, error.expected, error.got
+        outcome, contract, expected, got = Outcome.FAILED, error.contract or case.contract, error.expected, error.got
     except ExecutorGoneError as error:
         outcome, contract, expected, got = Outcome.FAILED, case.contract, "an executor that answers", str(error)
     except CaseSkippedError as error:

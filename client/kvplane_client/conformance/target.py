@@ -33,8 +33,6 @@ NUM_BLOCKS = 64
 NUM_HOST_BLOCKS = 8
 
 _ERRORS = 'ExecutorService: Errors carry google.rpc.ErrorInfo with domain "kvplane".'
-_ANSWERS = "ExecutorService.Execute: Execute runs steps in the order sent, one response a step."
-_LIFE = "ExecutorService: Life: GetModelInfo, ProfileMemory, InitializeKvCache, then one Execute stream."
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
 _REASON = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*")
 _CHANNEL_OPTIONS = (
@@ -192,8 +190,8 @@ class Target:
             return False
         return info.executor_id == self.info.executor_id
 
-    def too_late(self, contract: str = _ANSWERS, expected: str = "an answer") -> CaseFailedError:
-        """The error of what does not come."""
+    def too_late(self, contract: str = "", expected: str = "an answer") -> CaseFailedError:
+        """The error of what does not come; without a contract it is the case's that is broken."""
         return CaseFailedError(contract, expected, f"nothing within {self.answer_within:g} s")
 
     async def _profile(self) -> pb.ProfileMemoryResponse:
@@ -221,7 +219,7 @@ def unexpected(error: grpc.aio.AioRpcError) -> CaseFailedError | ExecutorGoneErr
     """What an error means where none should have come."""
     if error.code() is grpc.StatusCode.UNAVAILABLE and info_of(error) is None:
         return ExecutorGoneError(described(error))
-    return CaseFailedError(_LIFE, "a good answer", described(error))
+    return CaseFailedError("", "a good answer", described(error))
 
 
 def check_error(error: RpcError, code: grpc.StatusCode, contract: str, metadata: dict[str, object]) -> None:
