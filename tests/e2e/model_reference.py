@@ -21,6 +21,8 @@ GREEDY_TIE = 1e-4
 """Difference of two logits."""
 DRAWN_TIE = 1e-5
 """Distance, in probability, of the drawn number from a token's share."""
+BATCH_SIZE = 20
+"""Sequences that the reference generates together. Of prompts that are alike in length, so that little is padding."""
 PROMPTS = Path(__file__).parents[1] / "data" / "prompts" / "varied.json"
 
 
@@ -34,7 +36,9 @@ class Drawn:
 
 
 class Reference:
-    """A model run by transformers, one sequence at a time, in float32.
+    """A model run by transformers' own `generate`, in float32.
+
+    What it made of a prompt is kept: the tests of a session ask for the same again and again.
 
     Attributes:
         tokenizer: the model's, as transformers reads it.
@@ -43,14 +47,22 @@ class Reference:
     def __init__(self, folder: Path) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        eos: int | list[int] = self._model.generation_config.eos_token_id
+        self._eos = {eos} if isinstance(eos, int) else set(eos)
         self._known: dict[tuple[tuple[int, ...], int, Drawn | None], list[int]] = {}
+
+    def prepare(self, prompts: Sequence[Sequence[int]], count: int, drawn: Drawn | None = None) -> None:
+        """Compute the tokens of many prompts together, which takes a fraction of the time; `tokens` then knows them."""
+        unknown = sorted((prompt for prompt in prompts if (tuple(prompt), count, drawn) not in self._known), key=len)
+        for start in range(0, len(unknown), BATCH_SIZE):
+            batch = unknown[start : start + BATCH_SIZE]
+            for prompt, tokens in zip(batch, self._generate(batch, count, drawn), strict=True):
+                self._known[tuple(prompt), count, drawn] = tokens
 
     def tokens(self, prompt: Sequence[int], count: int, drawn: Drawn | None = None) -> list[int]:
         """The next tokens, at most `count`, greedy unless drawn; an end-of-sequence token is the last."""
-        key = (tuple(prompt), count, drawn)
-        if key not in self._known:
-            self._known[key] = self._generate(prompt, count, drawn)
-        return self._known[key]
+        self.prepare([prompt], count, drawn)
+        return self._known[tuple(prompt), count, drawn]
 
     def count_ties(self, prompt: Sequence[int], got: Sequence[int], count: int, drawn: Drawn | None = None) -> int:
         """Check an output against the reference; after a tie, against what the reference makes of the output so far."""
@@ -75,29 +87,42 @@ class Reference:
             distance, allowed = _distance(logits, drawn, len(prefix), got), DRAWN_TIE
         assert distance <= allowed, f"after {len(prefix)} tokens expected {expected}, got {got}: {distance} apart"
 
-    def _generate(self, prompt: Sequence[int], count: int, drawn: Drawn | None) -> list[int]:
-        ids = torch.tensor([list(prompt)])
+    def _generate(self, prompts: Sequence[Sequence[int]], count: int, drawn: Drawn | None) -> list[list[int]]:
+        """One call of `generate`; shorter prompts are padded on the left, where the mask hides it."""
+        length = max(map(len, prompts))
+        padding = torch.tensor([length - len(prompt) for prompt in prompts])
+        pad = min(self._eos)
+        ids = torch.tensor([[pad] * (length - len(prompt)) + list(prompt) for prompt in prompts])
         out = self._model.generate(
             ids,
-            attention_mask=torch.ones_like(ids),
+            attention_mask=(torch.arange(length) >= padding[:, None]).long(),
             max_new_tokens=count,
             do_sample=False,
-            logits_processor=LogitsProcessorList([] if drawn is None else [_Draw(drawn)]),
+            pad_token_id=pad,
+            logits_processor=LogitsProcessorList([] if drawn is None else [_Draw(drawn, padding.tolist())]),
         )
-        return [int(token) for token in out[0, len(prompt) :]]
+        return [self._until_end(row) for row in out[:, length:].tolist()]
+
+    def _until_end(self, tokens: list[int]) -> list[int]:
+        """Without what pads a sequence that ended before others of its batch."""
+        ends = [index for index, token in enumerate(tokens) if token in self._eos]
+        return tokens[: ends[0] + 1] if ends else tokens
 
 
 class _Draw(LogitsProcessor):
-    """Leaves one token to be chosen: the one that the seed and the position draw."""
+    """Leaves one token of each sequence to be chosen: the one that the seed and the position draw."""
 
-    def __init__(self, drawn: Drawn) -> None:
+    def __init__(self, drawn: Drawn, padding: list[int]) -> None:
         self._drawn = drawn
+        self._padding = padding
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        ids, cumulative = _nucleus(scores[0], self._drawn)
-        number = _number(self._drawn, input_ids.shape[1]) * cumulative[-1]
-        chosen = int(ids[np.searchsorted(cumulative, number, side="right")])
-        return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([chosen]), 0.0)
+        allowed = torch.full_like(scores, -torch.inf)
+        for row, padding in enumerate(self._padding):
+            ids, cumulative = _nucleus(scores[row], self._drawn)
+            number = _number(self._drawn, input_ids.shape[1] - padding) * cumulative[-1]
+            allowed[row, int(ids[np.searchsorted(cumulative, number, side="right")])] = 0.0
+        return allowed
 
 
 def _nucleus(logits: torch.Tensor, drawn: Drawn) -> tuple[np.ndarray, np.ndarray]:

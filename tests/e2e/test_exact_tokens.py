@@ -77,11 +77,27 @@ def prompts(reference: Reference) -> list[list[int]]:
     return texts
 
 
-PARTS = [
-    pytest.param(slice(0, 20), id="own"),
-    pytest.param(slice(20, 40), id="trace", marks=pytest.mark.soak),
+OWN = slice(0, 20)
+TRACE = slice(20, 40)
+ALL = slice(0, 40)
+ONE_BY_ONE = [
+    pytest.param(OWN, id="own"),
+    pytest.param(TRACE, id="trace", marks=pytest.mark.soak),
 ]
-"""Which of the prompts. One at a time, or preempted again and again, those of the trace are for the long run."""
+"""Which of the prompts; a request alone takes a step for each token, so those of the trace are for the long run."""
+
+AT_ONCE = pytest.mark.parametrize(
+    ("cluster", "part"),
+    [
+        pytest.param("roomy", ALL, id="roomy"),
+        pytest.param("one_step_out", OWN, id="one_step_out"),
+        pytest.param("one_step_out", ALL, id="one_step_out-all", marks=pytest.mark.soak),
+        pytest.param("64_tokens_a_step", ALL, id="64_tokens_a_step"),
+    ],
+    indirect=["cluster"],
+    scope="module",
+)
+"""Long prompts make what the large pool and the small steps are about; with one step out, most are for the long run."""
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +112,7 @@ def cluster(
 
 
 @with_setups("roomy")
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", ONE_BY_ONE)
 async def test_generate_one_by_one_equals_transformers(
     cluster: ModelCluster, part: slice, reference: Reference, prompts: list[list[int]]
 ) -> None:
@@ -110,76 +126,30 @@ async def test_generate_one_by_one_equals_transformers(
     check(reference, chosen, done)
 
 
-@with_setups("roomy", "one_step_out", "64_tokens_a_step")
+@AT_ONCE
 async def test_generate_all_at_once_equals_transformers(
-    cluster: ModelCluster, reference: Reference, prompts: list[list[int]]
-) -> None:
-    async with cluster.client(retry=NO_RETRY) as client:
-        done = await at_once(client, prompts, temperature=0, max_tokens=NEW_TOKENS, cache_salt="at once")
-        stats = await settled(client)
-    check(reference, prompts, done)
-    assert stats.preemptions == stats.steps_failed == 0
-
-
-@with_setups("few_blocks")
-@pytest.mark.parametrize("part", PARTS)
-async def test_generate_preempted_equals_transformers(
     cluster: ModelCluster, part: slice, reference: Reference, prompts: list[list[int]]
 ) -> None:
     chosen = prompts[part]
-    if not chosen:
-        pytest.skip("KVPLANE_TRACES names no folder of traces")
     async with cluster.client(retry=NO_RETRY) as client:
-        before = await settled(client)
-        # Twice, with salts: blocks that they could share would make room.
-        halves = await asyncio.gather(
-            at_once(client, chosen, temperature=0, max_tokens=NEW_TOKENS, cache_salt="one"),
-            at_once(client, chosen, temperature=0, max_tokens=NEW_TOKENS, cache_salt="other"),
-        )
-        preemptions = (await settled(client)).preemptions - before.preemptions
-    for done in halves:
-        check(reference, chosen, done)
-    print(f"{preemptions} preemptions")
-    assert preemptions >= MIN_PREEMPTIONS
+        await client.reset_prefix_cache()
+        done = await at_once(client, chosen, temperature=0, max_tokens=NEW_TOKENS)
+        stats = await settled(client)
+    check(reference, chosen, done)
+    assert stats.preemptions == stats.steps_failed == 0
 
 
-@with_setups("roomy", "one_step_out", "64_tokens_a_step")
+@AT_ONCE
 async def test_generate_from_cached_prefixes_equals_transformers(
-    cluster: ModelCluster, reference: Reference, prompts: list[list[int]]
+    cluster: ModelCluster, part: slice, reference: Reference, prompts: list[list[int]]
 ) -> None:
+    chosen = prompts[part]
     async with cluster.client(retry=NO_RETRY) as client:
-        await at_once(client, prompts, temperature=0, max_tokens=1, cache_salt="cached")
-        done = await at_once(client, prompts, temperature=0, max_tokens=NEW_TOKENS, cache_salt="cached")
-    check(reference, prompts, done)
-    assert [completion.usage.cached_tokens for completion in done] == [full_blocks(prompt) for prompt in prompts]
-
-
-@pytest.mark.parametrize(
-    ("cluster", "together"),
-    [("roomy", False), ("roomy", True), ("few_blocks", True)],
-    indirect=["cluster"],
-    scope="module",
-)
-async def test_generate_drawn_equals_reference(
-    cluster: ModelCluster,
-    together: bool,
-    reference: Reference,
-    prompts: list[list[int]],
-    request: pytest.FixtureRequest,
-) -> None:
-    chosen, drawn = prompts[:12], Drawn(seed=20_250_611, temperature=0.9, top_p=0.9)
-    options: dict[str, Any] = {"seed": drawn.seed, "temperature": drawn.temperature, "top_p": drawn.top_p}
-    options |= {"max_tokens": NEW_TOKENS, "cache_salt": f"drawn {together}"}
-    async with cluster.client(retry=NO_RETRY) as client:
-        before = await settled(client)
-        if together:
-            done = await at_once(client, chosen, **options)
-        else:
-            done = [await client.generate(prompt, **options) for prompt in chosen]
-        preemptions = (await settled(client)).preemptions - before.preemptions
-    check(reference, chosen, done, drawn)
-    print(f"{preemptions} preemptions")
-    assert (preemptions > 0) == ("few_blocks" in request.node.name)
+        # Where the test before this one has run, the prompts' blocks are there already.
+        await at_once(client, chosen, temperature=0, max_tokens=1)
+        done = await at_once(client, chosen, temperature=0, max_tokens=NEW_TOKENS)
+    check(reference, chosen, done)
+    assert [completion.usage.cached_tokens for completion in done] == [full_blocks(prompt) for prompt in chosen]
 
 
 @with_setups("roomy")
@@ -257,6 +227,54 @@ async def test_stop_string_ends_the_text_before_it(cluster: ModelCluster, refere
     assert stop in reference.tokenizer.decode(list(done.token_ids), skip_special_tokens=True)
 
 
+@pytest.mark.parametrize(
+    ("cluster", "together"),
+    [("roomy", False), ("roomy", True), ("few_blocks", True)],
+    indirect=["cluster"],
+    scope="module",
+)
+async def test_generate_drawn_equals_reference(
+    cluster: ModelCluster,
+    together: bool,
+    reference: Reference,
+    prompts: list[list[int]],
+    request: pytest.FixtureRequest,
+) -> None:
+    chosen, drawn = prompts[:12], Drawn(seed=20_250_611, temperature=0.9, top_p=0.9)
+    options: dict[str, Any] = {"seed": drawn.seed, "temperature": drawn.temperature, "top_p": drawn.top_p}
+    options |= {"max_tokens": NEW_TOKENS, "cache_salt": f"drawn {together}"}
+    async with cluster.client(retry=NO_RETRY) as client:
+        before = await settled(client)
+        if together:
+            done = await at_once(client, chosen, **options)
+        else:
+            chosen = chosen[:4]  # one row with draws of its own is like another
+            done = [await client.generate(prompt, **options) for prompt in chosen]
+        preemptions = (await settled(client)).preemptions - before.preemptions
+    check(reference, chosen, done, drawn)
+    print(f"{preemptions} preemptions")
+    assert (preemptions > 0) == ("few_blocks" in request.node.name)
+
+
+@with_setups("few_blocks")
+async def test_generate_preempted_equals_transformers(
+    cluster: ModelCluster, reference: Reference, prompts: list[list[int]]
+) -> None:
+    own = prompts[:20]
+    async with cluster.client(retry=NO_RETRY) as client:
+        before = await settled(client)
+        # Twice, with salts: blocks that they could share would make room.
+        halves = await asyncio.gather(
+            at_once(client, own, temperature=0, max_tokens=NEW_TOKENS, cache_salt="one"),
+            at_once(client, own, temperature=0, max_tokens=NEW_TOKENS, cache_salt="other"),
+        )
+        preemptions = (await settled(client)).preemptions - before.preemptions
+    for done in halves:
+        check(reference, own, done)
+    print(f"{preemptions} preemptions")
+    assert preemptions >= MIN_PREEMPTIONS
+
+
 async def at_once(client: AsyncClient, prompts: Sequence[Any], **options: Any) -> list[Completion]:
     """Generate for all prompts together, each on a stream of its own."""
     return await asyncio.gather(*(client.generate(prompt, **options) for prompt in prompts))
@@ -274,6 +292,7 @@ def check(
     drawn: Drawn | None = None,
 ) -> None:
     """Every output is the reference's; how many ties there were is printed."""
+    reference.prepare(prompts, NEW_TOKENS, drawn)
     ties = sum(
         reference.count_ties(prompt, completion.token_ids, NEW_TOKENS, drawn)
         for prompt, completion in zip(prompts, done, strict=True)
