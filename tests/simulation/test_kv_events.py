@@ -16,7 +16,7 @@ from kvmanager_service.kv_event_messages import event_batch, snapshot_batches
 from tests.simulation.chaos import Chaos
 
 FIRST_SEED = int(os.environ.get("KVPLANE_SIMULATION_SEED", "1"))
-NUM_SEEDS = int(os.environ.get("KVPLANE_SIMULATION_SEEDS", "40"))
+NUM_SEEDS = int(os.environ.get("KVPLANE_SIMULATION_SEEDS", "40")) // 2
 
 Held = dict[int, tuple[str, int, int | None, tuple[int, ...]]]
 
