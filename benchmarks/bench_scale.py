@@ -68,6 +68,7 @@ def request_for(chain: int, num_blocks: int) -> Request:
     for block in tokens:
         parent_hash = hash_block_tokens(default_hash, parent_hash, block)
         request.block_hashes.append(parent_hash)
+        request.block_tokens.append(block)
     return request
 
 

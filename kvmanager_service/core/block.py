@@ -26,13 +26,20 @@ class BlockContent:
     __slots__ = ("_twins", "block", "block_hash", "extra_keys", "parent", "serial", "token_bytes")
 
     def __init__(
-        self, serial: int, block_hash: BlockHash, parent: BlockContent | None, token_bytes: bytes, extra_keys: bytes
+        self,
+        serial: int,
+        block_hash: BlockHash,
+        parent: BlockContent | None,
+        token_bytes: bytes,
+        extra_keys: bytes,
+        *,
+        block: KVCacheBlock | None = None,
     ) -> None:
         self.block_hash = block_hash
         self.parent = parent
         self.token_bytes = token_bytes
         self.extra_keys = extra_keys
-        self.block: KVCacheBlock | None = None
+        self.block = block
         self.serial = serial
         self._twins: list[KVCacheBlock] | None = None
 

@@ -15,7 +15,7 @@ Invariants (`check_integrity`):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_events import BlockEventLog
@@ -28,14 +28,32 @@ NULL_BLOCK_ID = 0
 
 
 class _StepFill:
-    """What an outstanding step fills: blocks[i] with contents[i], by a row of owners[i]; parents before children."""
+    """What an outstanding step fills: blocks[i] with contents[i]; parents before children.
 
-    __slots__ = ("blocks", "contents", "owners")
+    Rows fill one block after the other, so whose they are is kept by row: those before ends[0] are owners[0]'s, those
+    from there on and before ends[1] are owners[1]'s, and so on.
+    """
+
+    __slots__ = ("blocks", "contents", "ends", "owners")
 
     def __init__(self) -> None:
         self.blocks: list[KVCacheBlock] = []
         self.contents: list[BlockContent] = []
         self.owners: list[int] = []
+        self.ends: list[int] = []
+
+    def end_row(self, owner: int) -> None:
+        """All that was added since the last row is this owner's."""
+        self.owners.append(owner)
+        self.ends.append(len(self.blocks))
+
+    def of_owner(self, owner: int) -> Iterator[tuple[KVCacheBlock, BlockContent]]:
+        """What an owner's rows fill."""
+        start = 0
+        for row_owner, end in zip(self.owners, self.ends, strict=True):
+            if row_owner == owner:
+                yield from zip(self.blocks[start:end], self.contents[start:end], strict=True)
+            start = end
 
 
 class BlockPool:
@@ -203,7 +221,7 @@ class BlockPool:
         owner: int = -1,
         serial: int = 0,
     ) -> BlockContent | None:
-        """Make a full block findable.
+        """Make a full block findable; `cache_full_blocks` does it for those of a table.
 
         Args:
             block: a referenced block without content.
@@ -220,34 +238,111 @@ class BlockPool:
         """
         assert block.content is None
         assert block.ref_cnt > 0
-        content = BlockContent(serial or self.next_serial, block_hash, parent, token_bytes, extra_keys)
+        content = BlockContent(serial or self.next_serial, block_hash, parent, token_bytes, extra_keys, block=block)
         known = self.cached_block_hash_to_block.setdefault(block_hash, content)
-        if known is not content and known.is_orphan:
-            self._forget((known,))
-            known = self.cached_block_hash_to_block.setdefault(block_hash, content)
         if known is content:
             self.next_serial += not serial
-        elif known.is_same(parent, token_bytes, extra_keys):
-            content = known
         else:
-            return None
-        content.held_by(block)
+            shared = self._share(known, content, block)
+            if shared is None:
+                return None
+            self.next_serial += shared is content and not serial
+            content = shared
         block.content = content
         block.provisional_step = provisional_step
-        self.num_cached_blocks += 1
+        self._cached([block], [content], provisional_step, owner)
+        return content
+
+    def cache_full_blocks(
+        self,
+        blocks: list[KVCacheBlock],
+        contents: list[BlockContent],
+        block_hashes: list[BlockHash],
+        block_tokens: list[bytes],
+        extra_keys: list[bytes],
+        *,
+        provisional_step: int,
+        owner: int,
+    ) -> bool:
+        """Make a table's next full blocks findable. All arguments but extra_keys begin with its first block.
+
+        Args:
+            blocks: the table; those in question are referenced and without content.
+            contents: of the blocks before; those of the blocks that are cached now are added.
+            block_hashes: their chain hashes.
+            block_tokens: their tokens.
+            extra_keys: of each block in question its extra keys.
+            provisional_step: the step that fills them, or 0 when they are filled already.
+            owner: whose step row fills them, for `provisional_blocks_of`.
+
+        Returns:
+            False when another content has the hash of one of them: then it and those after it stay uncached.
+        """
+        first = len(contents)
+        parent = contents[-1] if first else None
+        known_contents = self.cached_block_hash_to_block
+        serial = self.next_serial
+        index = first
+        for keys in extra_keys:
+            block, block_hash = blocks[index], block_hashes[index]
+            assert block.content is None
+            assert block.ref_cnt > 0
+            content = BlockContent(serial, block_hash, parent, block_tokens[index], keys, block=block)
+            known = known_contents.setdefault(block_hash, content)
+            if known is content:
+                serial += 1
+            else:
+                shared = self._share(known, content, block)
+                if shared is None:
+                    break
+                if shared is content:
+                    serial += 1
+                content = shared
+            block.content = content
+            block.provisional_step = provisional_step
+            contents.append(content)
+            parent = content
+            index += 1
+        self.next_serial = serial
+        if index > first:
+            self._cached(blocks[first:index], contents[first:] if first else contents, provisional_step, owner)
+        return index == first + len(extra_keys)
+
+    def _share(self, known: BlockContent, content: BlockContent, block: KVCacheBlock) -> BlockContent | None:
+        """Which content a block gets that was made one for, when its hash is known.
+
+        Returns:
+            The known one if it is the same; the block's own in place of an orphan; None when it must do without.
+        """
+        if known.is_orphan:
+            self._forget((known,))
+            known = self.cached_block_hash_to_block.setdefault(content.block_hash, content)
+            if known is content:
+                return content
+        if not known.is_same(content.parent, content.token_bytes, content.extra_keys):
+            return None
+        known.held_by(block)
+        return known
+
+    def _cached(
+        self, blocks: list[KVCacheBlock], contents: list[BlockContent], provisional_step: int, owner: int
+    ) -> None:
+        """These blocks of one owner have got these contents: count and note it, and tell who wants to know."""
+        self.num_cached_blocks += len(blocks)
         if self.history is not None:
             moment = BlockMoment.HASHED if provisional_step else BlockMoment.ADOPTED
-            self.history.note(block.block_id, moment, step_id=provisional_step, block_hash=block_hash)
+            for block, content in zip(blocks, contents, strict=True):
+                self.history.note(block.block_id, moment, step_id=provisional_step, block_hash=content.block_hash)
         if provisional_step:
             fill = self._provisional.get(provisional_step)
             if fill is None:
                 fill = self._provisional[provisional_step] = _StepFill()
-            fill.blocks.append(block)
-            fill.contents.append(content)
-            fill.owners.append(owner)
+            fill.blocks += blocks
+            fill.contents += contents
+            fill.end_row(owner)
         elif self._events is not None:
-            self._events.stored(block.block_id, content)
-        return content
+            for block, content in zip(blocks, contents, strict=True):
+                self._events.stored(block.block_id, content)
 
     def commit_step(self, step_id: int) -> list[KVCacheBlock]:
         """The step was acknowledged: its blocks are no longer provisional.
@@ -278,8 +373,8 @@ class BlockPool:
             block
             for step_id, fill in self._provisional.items()
             if step_id >= first_step
-            for block, content, block_owner in zip(fill.blocks, fill.contents, fill.owners, strict=True)
-            if block_owner == owner and block.content is content
+            for block, content in fill.of_owner(owner)
+            if block.content is content
         ]
 
     def distrust(self, blocks: Iterable[KVCacheBlock]) -> set[KVCacheBlock]:

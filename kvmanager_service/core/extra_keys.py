@@ -108,7 +108,7 @@ def request_keys(salt: str, tenant: str | None, lora: LoraAdapter | None) -> byt
     if lora is not None:
         keys.append((KeyDomain.LORA_ID, lora.lora_id.encode()))
         keys.append((KeyDomain.LORA_REVISION, lora.revision.encode()))
-    return encode_extra_keys(keys)
+    return encode_extra_keys(keys) if keys else b""
 
 
 class SpanKeys:

@@ -9,7 +9,7 @@ holds, see `copy_on_write`.
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
@@ -80,13 +80,10 @@ class KVCacheManager:
         self._update_hashes(request)
         hits: list[KVCacheBlock] = []
         parent: BlockContent | None = None
+        hashes, tokens, pool = request.block_hashes, request.block_tokens, self.pool
         extra_keys = request.keys_of_block(0, self.block_size)
-        length = self._block_bytes
-        tokens = bytes(request.token_bytes)
         for index in range(self._max_hits(request)):
-            block = self.pool.get_cached_block(
-                request.block_hashes[index], parent, tokens[index * length : (index + 1) * length], extra_keys
-            )
+            block = pool.get_cached_block(hashes[index], parent, tokens[index], extra_keys)
             if block is None:
                 break
             hits.append(block)
@@ -126,6 +123,7 @@ class KVCacheManager:
             self._extend_table(request, hits)
             self._note(request, hits, BlockMoment.HIT)
             request.contents = [content for block in hits if (content := block.content) is not None]
+            request.block_tokens[: len(hits)] = [content.token_bytes for content in request.contents]
             request.num_computed_tokens = len(hits) * self.block_size
         if needed > 0:
             blocks = self.pool.get_new_blocks(needed)
@@ -153,6 +151,7 @@ class KVCacheManager:
         self._note(child, blocks, BlockMoment.HIT)
         num_full = num_tokens // self.block_size
         child.block_hashes = parent.block_hashes[:num_full]
+        child.block_tokens = parent.block_tokens[:num_full]
         child.contents = parent.contents[:num_full]
         child.is_cacheable = len(child.contents) == num_full
         child.num_computed_tokens = num_tokens
@@ -240,33 +239,20 @@ class KVCacheManager:
         """
         if not self.enable_caching or not request.is_cacheable:
             return
-        contents = request.contents
-        num_cached = len(contents)
+        num_cached = len(request.contents)
         num_full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
         if num_full <= num_cached:
             return
         self._update_hashes(request)
-        parent = contents[-1] if contents else None
-        size, length = self.block_size, self._block_bytes
-        extra_keys = request.keys_of_block(num_cached, size)
-        tokens = bytes(request.token_bytes[num_cached * length : num_full * length])
-        for index in range(num_cached, num_full):
-            start = (index - num_cached) * length
-            content = self.pool.cache_full_block(
-                request.blocks[index],
-                request.block_hashes[index],
-                parent,
-                tokens[start : start + length],
-                extra_keys,
-                provisional_step=provisional_step,
-                owner=request.arrival_seq,
-            )
-            if content is None:
-                request.is_cacheable = False
-                return
-            contents.append(content)
-            parent = content
-            extra_keys = b"" if request.spans is None else request.keys_of_block(index + 1, size)
+        request.is_cacheable = self.pool.cache_full_blocks(
+            request.blocks,
+            request.contents,
+            request.block_hashes,
+            request.block_tokens,
+            request.keys_of_blocks(num_cached, num_full, self.block_size),
+            provisional_step=provisional_step,
+            owner=request.arrival_seq,
+        )
 
     def free(self, request: Request) -> None:
         """Take all blocks back, the deepest first, so that the deepest part of a prefix is evicted first."""
@@ -339,18 +325,20 @@ class KVCacheManager:
         return Adoption(self.pool, self.block_size, self.hash_function).adopt(tagged)
 
     def _update_hashes(self, request: Request) -> None:
-        hashes = request.block_hashes
+        hashes, block_tokens = request.block_hashes, request.block_tokens
         size, length = self.block_size, self._block_bytes
         first, count = len(hashes), request.num_tokens // self.block_size
         if first >= count:
             return
         hash_function = self.hash_function
-        tokens = bytes(request.token_bytes[first * length : count * length])
+        known = bytes(request.token_bytes[first * length : count * length])
         parent_hash = hashes[-1] if hashes else NONE_HASH
         extra_keys = request.keys_of_block(first, size)
-        for start in range(0, len(tokens), length):
-            parent_hash = hash_block_tokens(hash_function, parent_hash, tokens[start : start + length], extra_keys)
+        for start in range(0, len(known), length):
+            tokens = known[start : start + length]
+            parent_hash = hash_block_tokens(hash_function, parent_hash, tokens, extra_keys)
             hashes.append(parent_hash)
+            block_tokens.append(tokens)
             extra_keys = b"" if request.spans is None else request.keys_of_block(len(hashes), size)
 
     def _note(self, request: Request, blocks: list[KVCacheBlock], moment: BlockMoment) -> None:
@@ -366,7 +354,7 @@ class KVCacheManager:
         if len(blocks) == 1:
             request.block_id_bytes += blocks[0].block_id.to_bytes(4, "little")
         else:
-            request.block_id_bytes += array("i", [block.block_id for block in blocks]).tobytes()
+            request.block_id_bytes += struct.pack(f"<{len(blocks)}i", *[block.block_id for block in blocks])
 
     def check_integrity(self, requests: Iterable[Request], detached: Iterable[list[KVCacheBlock]] = ()) -> None:
         """Check the pool against the tables of all requests that hold blocks, and whatever else holds some.

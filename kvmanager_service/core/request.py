@@ -175,12 +175,13 @@ class Request:
         block_id_bytes: the table's block ids as on the wire, little-endian int32.
         last_block_id_bytes: the table it held when it ended; of several KV groups, that of the first.
         block_hashes: chain hashes of the full blocks of known tokens.
+        block_tokens: those blocks' tokens; what is cached of them keeps the very same objects.
         extra_keys: what of the request as a whole decides its K/V; keys of its first block.
         spans: what stands behind its tokens; None for nothing.
         retention: ranges that cover all its tokens; None where `retention_priority` is all it asks.
         contents: verified contents of the table's first blocks, those that are cached.
         tables: one block table per KV group where there are several; then blocks and block_id_bytes stay empty, and
-            block_hashes and contents are of its prefixes, see `KVCacheCoordinator`.
+            block_tokens stays empty, too, block_hashes and contents are of its prefixes, see `KVCacheCoordinator`.
         is_cacheable: False once a hash collision kept a block out of the cache; its successors have no verified parent.
         may_share_tail: it was forked since it last wrote: the block that its next token goes to may be another's, too.
         incarnation: grows at each preemption, so that a late result of an earlier life is told apart.
@@ -202,6 +203,7 @@ class Request:
         "arrival_time",
         "block_hashes",
         "block_id_bytes",
+        "block_tokens",
         "blocks",
         "contents",
         "extra_keys",
@@ -268,6 +270,7 @@ class Request:
         self.block_id_bytes = bytearray()
         self.last_block_id_bytes = b""
         self.block_hashes: list[BlockHash] = []
+        self.block_tokens: list[bytes] = []
         self.contents: list[BlockContent] = []
         self.is_cacheable = True
         self.may_share_tail = False
@@ -308,7 +311,12 @@ class Request:
     def drop_tokens(self) -> None:
         """It has ended and will be looked at only: how many tokens there were is kept, which they were is not."""
         self.token_bytes = bytearray()
+        self.drop_hashes()
+
+    def drop_hashes(self) -> None:
+        """Its blocks are to be hashed anew, if they are asked for: another cache may cut its tokens otherwise."""
         self.block_hashes = []
+        self.block_tokens = []
 
     def tokens(self, start: int, stop: int) -> bytes:
         """Known tokens [start, stop) as little-endian int32 bytes."""
@@ -320,6 +328,15 @@ class Request:
         if self.spans is None:
             return keys
         return keys + self.spans.keys_of(index * block_size, (index + 1) * block_size)
+
+    def keys_of_blocks(self, start: int, stop: int, block_size: int) -> list[bytes]:
+        """All extra keys of each of its blocks [start, stop)."""
+        if self.spans is not None:
+            return [self.keys_of_block(index, block_size) for index in range(start, stop)]
+        keys = [b""] * (stop - start)
+        if start == 0 and stop > 0:
+            keys[0] = self.extra_keys
+        return keys
 
     def __repr__(self) -> str:
         return (

@@ -421,7 +421,7 @@ class Scheduler:
         self.residency.replace(kv, num_host_blocks)
         self.kv = kv
         for request in list(self.requests.values()):
-            request.block_hashes = []
+            request.drop_hashes()
             request.contents = []
             if request.status is not _FINISHED and has_outgrown(kv, request):
                 self._fail_outgrown(request)

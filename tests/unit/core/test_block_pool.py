@@ -155,6 +155,85 @@ def test_cache_full_block_content_whose_parent_is_gone_is_replaced() -> None:
     pool.check_integrity([[old_parent], [new_parent], [new_child]])
 
 
+def cache_table(
+    pool: BlockPool, blocks: list[KVCacheBlock], contents: list[BlockContent], names: str, *, step: int = 0
+) -> bool:
+    """Make a table's next blocks findable, each under a name of one letter; the table's owner is its first block."""
+    hashes = [name.encode() for name in names]
+    tokens = [name.encode() + TOKENS for name in names]
+    keys = [b""] * (len(names) - len(contents))
+    return pool.cache_full_blocks(
+        blocks, contents, hashes, tokens, keys, provisional_step=step, owner=blocks[0].block_id
+    )
+
+
+def test_cache_full_blocks_does_to_each_what_cache_full_block_does() -> None:
+    pools = BlockPool(6), BlockPool(6)
+    tables = [pool.get_new_blocks(3) for pool in pools]
+    parent = None
+    for name, block in zip("abc", tables[0], strict=True):
+        parent = cache(pools[0], block, name, parent, step=4)
+    contents: list[BlockContent] = []
+    assert cache_table(pools[1], tables[1][:2], contents, "ab", step=4)
+    assert cache_table(pools[1], tables[1], contents, "abc", step=4)
+    for pool, table in zip(pools, tables, strict=True):
+        pool.check_integrity([table])
+    described = [
+        [(content.serial, content.block_hash, content.token_bytes, content.block.block_id) for content in held]
+        for held in ([block.content for block in table] for table in tables)
+    ]
+    assert described[0] == described[1]
+    assert [block.content for block in tables[1]] == contents
+    assert [content.parent for content in contents] == [None, contents[0], contents[1]]
+    assert pools[0].next_serial == pools[1].next_serial
+    assert pools[1].num_cached_blocks == 3
+    assert pools[1].commit_step(4) == tables[1]
+
+
+def test_cache_full_blocks_known_content_is_shared_and_its_children_hang_on_it() -> None:
+    pool = BlockPool(6)
+    known, table = pool.get_new_blocks(1), pool.get_new_blocks(2)
+    first = cache(pool, known[0], "a")
+    assert first is not None
+    contents: list[BlockContent] = []
+    assert cache_table(pool, table, contents, "ab")
+    assert contents[0] is first
+    assert first.blocks == [known[0], table[0]]
+    assert find(pool, "b", first) is table[1]
+    assert pool.next_serial == 3, "a content that was made for nothing takes no serial"
+    pool.check_integrity([known, table])
+
+
+def test_cache_full_blocks_colliding_hash_keeps_it_and_what_follows_out() -> None:
+    pool = BlockPool(6)
+    other, table = pool.get_new_blocks(1), pool.get_new_blocks(3)
+    pool.cache_full_block(other[0], b"b", None, TOKENS, b"")
+    contents: list[BlockContent] = []
+    assert not cache_table(pool, table, contents, "abc", step=1)
+    assert [block.content for block in table] == [contents[0], None, None]
+    assert pool.num_cached_blocks == 2
+    assert pool.commit_step(1) == table[:1]
+    pool.check_integrity([other, table])
+
+
+def test_cache_full_blocks_orphan_gives_way() -> None:
+    pool = BlockPool(6)
+    old = pool.get_new_blocks(2)
+    contents: list[BlockContent] = []
+    cache_table(pool, old, contents, "ab")
+    pool.free_blocks(old)
+    pool.distrust([old[0]])
+    kept = pool.cached_block_hash_to_block[b"b"]
+    assert kept.is_orphan
+    table = [block for block in pool.get_new_blocks(3) if block is not old[1]][:2]
+    again: list[BlockContent] = []
+    assert cache_table(pool, table, again, "ab")
+    assert again[1] is not kept
+    assert find(pool, "b", again[0]) is table[1]
+    assert kept.block is None
+    assert pool.num_cached_blocks == 2
+
+
 def test_commit_step_provisional_blocks_become_committed_once() -> None:
     pool = BlockPool(4)
     blocks = pool.get_new_blocks(3)
@@ -213,6 +292,19 @@ def test_provisional_blocks_of_names_an_owners_blocks_from_a_step_on() -> None:
     for name, block, step, owner in zip("abcd", blocks, (1, 2, 3, 3), (7, 7, 7, 8), strict=True):
         cache(pool, block, name, step=step, owner=owner)
     assert pool.provisional_blocks_of(7, 2) == [blocks[1], blocks[2]]
+
+
+def test_provisional_blocks_of_tells_rows_of_several_blocks_apart() -> None:
+    pool = BlockPool(8)
+    first, second = pool.get_new_blocks(3), pool.get_new_blocks(2)
+    contents: list[BlockContent] = []
+    cache_table(pool, first[:2], contents, "ab", step=1)
+    cache_table(pool, second, [], "xy", step=1)
+    cache_table(pool, first, contents, "abc", step=1)
+    assert pool.provisional_blocks_of(first[0].block_id, 1) == first
+    assert pool.provisional_blocks_of(second[0].block_id, 1) == second
+    pool.distrust([second[1]])
+    assert pool.provisional_blocks_of(second[0].block_id, 1) == second[:1]
 
 
 def test_distrust_content_in_two_blocks_is_forgotten_in_both() -> None:

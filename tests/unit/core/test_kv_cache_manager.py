@@ -203,6 +203,30 @@ def test_cache_blocks_collision_keeps_the_block_and_its_successors_out() -> None
     kv.check_integrity([first])
 
 
+def test_cache_blocks_contents_and_requests_keep_one_copy_of_the_tokens() -> None:
+    kv = make_kv(block_size=4)
+    first, second = make_request("a", 9), make_request("a", 9)
+    compute(kv, first)
+    compute(kv, second)
+    assert len(first.contents) == len(second.contents) == 2
+    for index, content in enumerate(first.contents):
+        assert content.token_bytes == first.tokens(index * 4, index * 4 + 4)
+        assert first.block_tokens[index] is second.block_tokens[index] is content.token_bytes
+    kv.check_integrity([first, second])
+
+
+def test_drop_hashes_tokens_are_cut_anew_for_other_blocks() -> None:
+    request = make_request("a", 12)
+    compute(make_kv(block_size=4), request)
+    request.drop_hashes()
+    request.blocks, request.contents, request.block_id_bytes = [], [], bytearray()
+    request.num_computed_tokens = 0
+    kv = make_kv(block_size=3)
+    compute(kv, request)
+    assert [content.token_bytes for content in request.contents] == [request.tokens(at, at + 3) for at in (0, 3, 6, 9)]
+    kv.check_integrity([request])
+
+
 def test_kv_caching_disabled_finds_and_keeps_nothing() -> None:
     kv = make_kv(enable_caching=False)
     request = make_request("a", 8)
