@@ -90,7 +90,9 @@ def _attention_interface(
     if isinstance(paged_step, PagedStep):
         keys, values = paged_step.cache.keys[layer], paged_step.cache.values[layer]
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-        return paged_attention(q, k, v, keys, values, plan=paged_step.plan, scaling=scaling).unsqueeze(0), None
+        codecs = paged_step.cache.codecs[layer]
+        out = paged_attention(q, k, v, keys, values, plan=paged_step.plan, scaling=scaling, codecs=codecs)
+        return out.unsqueeze(0), None
     if paged_step is None:
         raise BackendError(
             "MODEL_NOT_SUPPORTED",
@@ -233,7 +235,6 @@ def _rows_with_bad_kv(batch: StepBatch, cache: PagedKvCache) -> list[int]:
         return []
     rows = np.repeat(np.arange(batch.num_rows), np.diff(batch.query_indptr))
     silent = silent_row[rows]
-    keys, values = cache.keys[-1], cache.values[-1]
-    slots = torch.from_numpy(batch.slot_mappings[0][silent]).to(keys.device)
-    finite = torch.isfinite(keys[slots]).all(dim=-1) & torch.isfinite(values[slots]).all(dim=-1)
+    slots = torch.from_numpy(batch.slot_mappings[0][silent]).to(cache.keys[-1].device)
+    finite = cache.is_finite(cache.layout.num_layers - 1, slots)
     return np.unique(rows[silent][~finite.cpu().numpy()]).tolist()  # type: ignore[no-any-return]
