@@ -151,9 +151,13 @@ class ModelRunner:
     Args:
         model: weights, in evaluation mode, with `ATTENTION_NAME` as attention.
         limits: bounds of the attention workspace.
+
+    Attributes:
+        dtype: the type that the model computes in.
     """
 
     def __init__(self, model: PreTrainedModel, limits: AttentionLimits) -> None:
+        self.dtype = model.dtype
         self._model = model
         self._device = model.device
         self._limits = limits
