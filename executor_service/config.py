@@ -94,7 +94,11 @@ class ExecutorConfig(BaseSettings):
     model_name: str | None = Field(None, description="Name the model is served under. Default: taken from model.")
     device: str = Field("auto", min_length=1, description="Where to compute: auto, cpu, cuda or cuda:N.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Type to compute in.")
-    kv_cache_dtype: Literal["auto"] = Field("auto", description="Type K/V is stored in; auto is dtype.")
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = Field(
+        "auto",
+        description="Type K/V is stored in; auto is dtype, fp8 is fp8_e4m3. In eight bits a block takes half of what it"
+        " does in bfloat16, and twice as many fit.",
+    )
     max_model_len: int | None = Field(None, ge=2, description="Most tokens of a sequence. Default: the model's own.")
     block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
     gpu_memory_utilization: float = Field(

@@ -36,7 +36,7 @@ class HostBlocks:
         self.num_blocks = num_blocks
         heads = layout.num_kv_heads, layout.head_dim
         shape = (num_blocks, layout.num_layers, 2, layout.block_size, *heads)
-        self.blocks = torch.empty(shape, dtype=layout.dtype).zero_()
+        self.blocks = torch.empty(shape, dtype=layout.storage_dtype).zero_()
         self._locked = cache_device.type == "cuda" and num_blocks > 0
         if self._locked:
             code = int(torch.cuda.cudart().cudaHostRegister(self.blocks.data_ptr(), self.blocks.nbytes, _PORTABLE))

@@ -6,10 +6,12 @@ which block holds what is the manager's knowledge.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from executor_service.kernels.fp8 import FP8_TYPES, PLAIN, LayerCodecs
 from executor_service.memory_profiler import kv_bytes_per_block
 
 
@@ -21,7 +23,7 @@ class KvLayout:
     `layer_groups`.
 
     Units:
-        block_size: tokens per block; head_dim: elements.
+        block_size: tokens per block; head_dim: elements; dtype: the type that K and V are stored in.
     """
 
     num_layers: int
@@ -29,6 +31,16 @@ class KvLayout:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether K and V are stored in fp8."""
+        return self.dtype in FP8_TYPES.values()
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """The type of the tensors: fp8 lies in bytes (uint8), since torch does not write it by index."""
+        return torch.uint8 if self.is_quantized else self.dtype
 
     @property
     def bytes_per_token_and_layer(self) -> int:
@@ -46,6 +58,12 @@ class KvLayout:
 class PagedKvCache:
     """`num_blocks` blocks of K and V in every layer.
 
+    Args:
+        layout: geometry.
+        num_blocks: blocks, the null block included.
+        device: where the tensors lie.
+        codecs: how each layer's values become bytes; only, and always, for a layout whose type is fp8.
+
     Each layer is one contiguous tensor of shape (2, num_blocks, block_size, num_kv_heads, head_dim): index 0 is K,
     index 1 is V, and a block is contiguous in each (NHD: token, head, dim). A slot, block_id * block_size + offset, is
     a row of `keys[layer]` and `values[layer]`.
@@ -59,12 +77,21 @@ class PagedKvCache:
         holds what another process or tensor left there.
     """
 
-    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        device: torch.device,
+        codecs: Sequence[LayerCodecs] = (),
+    ) -> None:
+        assert len(codecs) == (layout.num_layers if layout.is_quantized else 0)
         self.layout = layout
         self.num_blocks = num_blocks
+        self.codecs = codecs or [PLAIN] * layout.num_layers
         shape = (2, num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
         # empty + zero_, not zeros: the latter may map pages that cost memory only when first written.
-        self.layers = [torch.empty(shape, dtype=layout.dtype, device=device).zero_() for _ in range(layout.num_layers)]
+        dtype = layout.storage_dtype
+        self.layers = [torch.empty(shape, dtype=dtype, device=device).zero_() for _ in range(layout.num_layers)]
         width = layout.num_kv_heads * layout.head_dim
         self.keys = [layer[0].view(-1, width) for layer in self.layers]
         self.values = [layer[1].view(-1, width) for layer in self.layers]
@@ -73,6 +100,13 @@ class PagedKvCache:
     def num_bytes(self) -> int:
         """Bytes of the whole cache."""
         return self.num_blocks * self.layout.bytes_per_block
+
+    def is_finite(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        """Whether K and V in these slots are numbers. Shape: slots (S,) int64; returns (S,)."""
+        stored = self.keys[layer][slots], self.values[layer][slots]
+        if self.layout.is_quantized:
+            stored = stored[0].view(self.layout.dtype).float(), stored[1].view(self.layout.dtype).float()
+        return torch.isfinite(stored[0]).all(dim=-1) & torch.isfinite(stored[1]).all(dim=-1)
 
     def clear(self) -> None:
         """Zero every slot."""

@@ -13,6 +13,7 @@ import torch
 from executor_service.backends.base import BlockCopies, CopyDirection, Int32, NotEnoughMemoryError
 from executor_service.host_blocks import HostBlocks
 from executor_service.kernels.block_copy import copy_from_host, copy_to_host, copy_within
+from executor_service.kernels.fp8 import LayerCodecs
 from executor_service.kv_cache import KvLayout, PagedKvCache
 
 # Blocks that are copied at once: enough to keep a bus busy. One block at least, however large.
@@ -27,16 +28,24 @@ class KvMemory:
         num_blocks: blocks of the cache, the null block included.
         num_host_blocks: host blocks.
         device: where the cache lies.
+        codecs: as `PagedKvCache` takes them.
 
     Raises:
         NotEnoughMemoryError: there is no room; nothing is kept then.
     """
 
-    def __init__(self, layout: KvLayout, num_blocks: int, num_host_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        num_host_blocks: int,
+        device: torch.device,
+        codecs: Sequence[LayerCodecs] = (),
+    ) -> None:
         size = layout.bytes_per_block
         what = f"{num_blocks} KV blocks ({num_blocks * size} bytes)"
         try:
-            self.cache = PagedKvCache(layout, num_blocks, device)
+            self.cache = PagedKvCache(layout, num_blocks, device, codecs)
             what = f"{num_host_blocks} host blocks ({num_host_blocks * size} bytes)"
             self.host = HostBlocks(layout, num_host_blocks, device)
         except RuntimeError as error:  # torch's allocators raise nothing narrower on CPU

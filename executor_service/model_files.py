@@ -66,7 +66,7 @@ def weight_bytes(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | No
     tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
     left_out = {"__metadata__", "lm_head.weight"} if tied else {"__metadata__"}
     try:
-        heads = [_head(file) for file in _weight_files(folder)]
+        heads = [_head(file) for file in weight_files(folder)]
         return sum(
             _loaded_bytes(tensor, dtype) for head in heads for name, tensor in head.items() if name not in left_out
         )
@@ -84,7 +84,7 @@ def _loaded_bytes(tensor: dict[str, Any], dtype: torch.dtype | None) -> int:
     return size if dtype is None or stored is None else size // stored * dtype.itemsize
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The files that transformers reads: a hub folder may hold the same weights in another layout beside them."""
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file() or not index.is_file():

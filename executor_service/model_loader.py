@@ -35,6 +35,7 @@ class LoadedModel:
 
     model: PreTrainedModel
     name: str
+    folder: Path
     fingerprint: str
     dtype: torch.dtype
     vocab_size: int
@@ -85,6 +86,7 @@ def load_model(
     return LoadedModel(
         model=model,
         name=name or _derived_name(source),
+        folder=folder,
         fingerprint=fingerprint(folder, config),
         dtype=model.dtype,
         vocab_size=int(config.get_text_config().vocab_size),

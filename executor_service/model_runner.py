@@ -103,7 +103,9 @@ def _attention_interface(
         plan = paged_step.plans[paged_step.groups.group_of[layer]]
         keys, values = paged_step.cache.keys[page], paged_step.cache.values[page]
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-        return paged_attention(q, k, v, keys, values, plan=plan, scaling=scaling).unsqueeze(0), None
+        codecs = paged_step.cache.codecs[page]
+        out = paged_attention(q, k, v, keys, values, plan=plan, scaling=scaling, codecs=codecs)
+        return out.unsqueeze(0), None
     if paged_step is None:
         raise BackendError(
             "MODEL_NOT_SUPPORTED",
@@ -172,9 +174,13 @@ class ModelRunner:
         model: weights, in evaluation mode, with `ATTENTION_NAME` as attention.
         limits: bounds of the attention workspace.
         groups: which layers share a block table, and which page of a block is whose.
+
+    Attributes:
+        dtype: the type that the model computes in.
     """
 
     def __init__(self, model: PreTrainedModel, limits: AttentionLimits, groups: LayerGroups) -> None:
+        self.dtype = model.dtype
         self._model = model
         self._groups = groups
         self._device = model.device
@@ -264,7 +270,6 @@ def _rows_with_bad_kv(batch: StepBatch, cache: PagedKvCache, groups: LayerGroups
     rows = np.repeat(np.arange(batch.num_rows), np.diff(batch.query_indptr))
     silent = silent_row[rows]
     group, page = groups.group_of[-1], groups.page_of[-1]
-    keys, values = cache.keys[page], cache.values[page]
-    slots = torch.from_numpy(batch.slot_mappings[group][silent]).to(keys.device)
-    finite = torch.isfinite(keys[slots]).all(dim=-1) & torch.isfinite(values[slots]).all(dim=-1)
+    slots = torch.from_numpy(batch.slot_mappings[group][silent]).to(cache.keys[page].device)
+    finite = cache.is_finite(page, slots)
     return np.unique(rows[silent][~finite.cpu().numpy()]).tolist()  # type: ignore[no-any-return]

@@ -36,8 +36,9 @@ def require_model(model: ModelView | None, info: GetModelInfoResponse) -> None:
     if model is not None and info.model_fingerprint != model.fingerprint:
         raise ExecutorUnfitError(
             "MODEL_MISMATCH",
-            f"expected an executor that serves {model.name!r} ({model.fingerprint}), got other weights:"
-            f" {info.model_name!r} ({info.model_fingerprint}); start it with the same model",
+            f"expected an executor that serves {model.name!r} ({model.fingerprint}), got other weights, or K/V"
+            f" quantised otherwise: {info.model_name!r} ({info.model_fingerprint}, {info.kv_cache_dtype}); start it"
+            " with the same model and --kv-cache-dtype",
         )
 
 

@@ -2,8 +2,9 @@
 
 Station: called by `server`. A backend is a class registered under the entry-point group `kvplane.backends`, whose
 constructor takes one dataclass; the dataclass's fields that are named like fields of `ExecutorConfig` get its values,
-others keep their defaults. Nothing is imported but the backend asked for: `sim` runs without torch. A class that is
-not registered, as one that is being written, is named by its place: "module:class".
+others keep their defaults. Where it has no `kv_cache_dtype`, any but auto is refused. Nothing is imported but the
+backend asked for: `sim` runs without torch. A class that is not registered, as one that is being written, is named by
+its place: "module:class".
 """
 
 from __future__ import annotations
@@ -63,5 +64,12 @@ def _backend_config(backend_class: type, config: ExecutorConfig) -> object:
         message = f"{backend_class.__qualname__}: expected a constructor that takes one dataclass, got {hints}"
         raise BackendError("NOT_A_BACKEND", message)
     names = {field.name for field in dataclasses.fields(hints[0])} & set(ExecutorConfig.model_fields)
+    if config.kv_cache_dtype != "auto" and "kv_cache_dtype" not in names:
+        # Silently left out, it would be believed in: the memory planned with it is half of what is needed.
+        message = (
+            f"backend {config.backend!r} has one type of its own for K/V: expected --kv-cache-dtype auto, got"
+            f" {config.kv_cache_dtype!r}; leave it out, or use another backend"
+        )
+        raise BackendError("BAD_KV_CACHE_DTYPE", message, backend=config.backend, kv_cache_dtype=config.kv_cache_dtype)
     config_class = typing.cast("type[object]", hints[0])
     return config_class(**{name: getattr(config, name) for name in names})

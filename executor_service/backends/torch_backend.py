@@ -7,7 +7,7 @@ together: `model_loader`, `memory_profiler`, `kv_memory`, `model_runner`; each o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -25,8 +25,17 @@ from executor_service.backends.base import (
 )
 from executor_service.devices import resolve_device
 from executor_service.kernels.attention_plan import AttentionLimits
+from executor_service.kernels.fp8 import FP8_TYPES, LayerCodecs, layer_codecs
 from executor_service.kv_cache import KvLayout, PagedKvCache
 from executor_service.kv_memory import KvMemory, copy_workspace_bytes
+from executor_service.kv_scales import (
+    calibrated_scales,
+    calibration_passages,
+    checkpoint_scales,
+    fp8_name,
+    quantized_fingerprint,
+    require_fp8,
+)
 from executor_service.layer_groups import LayerGroups, group_layers
 from executor_service.memory_profiler import (
     PeakMeter,
@@ -64,6 +73,8 @@ class TorchBackendConfig:
         device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
         dtype: "auto", "float32", "bfloat16" or "float16". auto is the checkpoint's; for a GGUF it is float32 on CPU and
             bfloat16 on CUDA.
+        kv_cache_dtype: the type K/V is stored in: "auto" (the one the model computes in), "fp8_e4m3", which "fp8" is
+            too, or "fp8_e5m2".
         max_model_len: the most tokens of a sequence; None takes the model's own.
         block_size: tokens per block.
         gpu_memory_utilization: share of the memory to use, in (0, 1]; on CPU too.
@@ -79,6 +90,7 @@ class TorchBackendConfig:
     model_name: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
@@ -101,6 +113,7 @@ class TorchBackendConfig:
         for name, value, good, expected in checks:
             if not good:
                 raise BackendError("BAD_CONFIG", f"expected {name} {expected}, got {value}", **{name: value})
+        fp8_name(self.kv_cache_dtype)
 
 
 class TorchBackend(Backend):
@@ -116,6 +129,8 @@ class TorchBackend(Backend):
         self._loaded: LoadedModel | None = None
         self._runner: ModelRunner | None = None
         self._layout: KvLayout | None = None
+        self._fp8 = fp8_name(config.kv_cache_dtype)
+        self._codecs: list[LayerCodecs] = []
         self._groups: LayerGroups | None = None
         self._limits: AttentionLimits | None = None
         self._memory: KvMemory | None = None
@@ -128,6 +143,8 @@ class TorchBackend(Backend):
             torch.set_num_threads(config.num_threads)
         if self._device.type == "cpu":
             tune_malloc()
+        if self._fp8 is not None:
+            require_fp8(self._fp8, self._device)
         with PeakMeter(self._device) as meter:
             loaded = load_model(
                 config.model,
@@ -142,12 +159,20 @@ class TorchBackend(Backend):
             # A window as long as any sequence is none.
             groups = group_layers([window if window < loaded.max_model_len else 0 for window in windows])
             layout = KvLayout(groups.num_pages, kv_heads, head_dim, config.block_size, loaded.dtype)
-            self._limits = AttentionLimits(max(1, _GATHER_BYTES // layout.bytes_per_token_and_layer))
+            gathered = layout.bytes_per_token_and_layer
+            if self._fp8 is not None:
+                _require_one_group(self._fp8, groups)
+                layout = replace(layout, dtype=FP8_TYPES[self._fp8])
+                # Beside what is read, K or V as it is stored, and as indices of two bytes a value.
+                gathered += layout.bytes_per_token_and_layer * 3 // 2
+            self._limits = AttentionLimits(max(1, _GATHER_BYTES // gathered))
             self._runner = ModelRunner(loaded.model, self._limits, groups)
             self._groups = groups
             require_swap_space(config.swap_space, layout.bytes_per_block)
-            self._loaded, self._layout = loaded, layout
             packed = pack_linear_layers(loaded.model, lambda: probe(loaded.model, loaded.vocab_size))
+            if self._fp8 is not None:
+                loaded = self._quantized(loaded, layout, self._runner, self._fp8)
+            self._loaded, self._layout = loaded, layout
         release_free_memory(self._device)
         self._weights_bytes = self._held_bytes()
         _log.info(
@@ -218,7 +243,7 @@ class TorchBackend(Backend):
             self._memory.clear()
             return
         self._drop_memory()
-        self._memory = KvMemory(layout, num_blocks, num_host_blocks, self._device)
+        self._memory = KvMemory(layout, num_blocks, num_host_blocks, self._device, self._codecs)
 
     def copy_blocks(self, copies: Sequence[BlockCopies]) -> None:
         """Copy blocks of all layers; see the base class."""
@@ -236,6 +261,15 @@ class TorchBackend(Backend):
             return runner.run(batch, memory.cache)
         except RuntimeError as error:  # what torch raises: out of memory, a failed kernel
             raise BackendError("STEP_FAILED", f"step {batch.step_id} failed in torch: {error}") from error
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Logits of the sampling rows instead of their tokens, K/V written as in `execute`: for who measures quality.
+
+        Shape:
+            returns (S, V) in the model's type.
+        """
+        _, _, runner = self._ready()
+        return runner.forward(batch, self._ready_memory().cache)
 
     def close(self) -> None:
         """Give back weights and cache."""
@@ -294,7 +328,7 @@ class TorchBackend(Backend):
         assert self._limits is not None
         assert self._groups is not None
         windows = self._groups.windows
-        scratch = PagedKvCache(layout, SCRATCH_BLOCKS, self._device)
+        scratch = PagedKvCache(layout, SCRATCH_BLOCKS, self._device, self._codecs)
         batch = worst_batch(
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
@@ -313,6 +347,18 @@ class TorchBackend(Backend):
         # Copies run before a step, never beside it.
         torch.ones(copy_workspace_bytes(layout), dtype=torch.uint8, device=self._device)
 
+    def _quantized(self, loaded: LoadedModel, layout: KvLayout, runner: ModelRunner, name: str) -> LoadedModel:
+        """Find the scales, and with them the codecs and what the model is called from then on."""
+        scales = checkpoint_scales(loaded.folder, layout.num_layers)
+        if scales is None:
+            passages = calibration_passages(loaded.tokenizer_files, loaded.vocab_size, loaded.max_model_len)
+            scales = calibrated_scales(runner, layout, name, passages, self._device)
+        self._codecs = layer_codecs(layout.dtype, scales.keys, scales.values)
+        _log.info(
+            "kv_scales", kv_cache_dtype=name, source=scales.source, k=_range(scales.keys), v=_range(scales.values)
+        )
+        return replace(loaded, fingerprint=quantized_fingerprint(loaded.fingerprint, name, scales))
+
     def _held_bytes(self) -> int:
         """Memory held now: the process's on CPU, the device's on CUDA."""
         if self._device.type == "cpu":
@@ -322,9 +368,17 @@ class TorchBackend(Backend):
     def _log_profile(
         self, profile: MemoryProfile, measured: int, host_bytes: int, max_num_batched_tokens: int, max_num_seqs: int
     ) -> None:
+        as_auto: dict[str, int] = {}
+        if self._fp8 is not None:
+            # The same formula for K/V in the type that the model computes in: how much fp8 is worth.
+            _, layout, runner = self._ready()
+            size = replace(layout, dtype=runner.dtype).bytes_per_block
+            fit = compute_num_blocks(profile.total_bytes, profile.utilization, profile.peak_bytes, size, host_bytes)
+            as_auto = {"auto_bytes_per_block": size, "auto_num_blocks": fit}
         _log.info(
             "memory_profile",
             device=str(self._device),
+            kv_cache_dtype=self._kv_cache_dtype(),
             total_bytes=profile.total_bytes,
             utilization=profile.utilization,
             weights_bytes=profile.weights_bytes,
@@ -339,7 +393,12 @@ class TorchBackend(Backend):
             overridden=profile.overridden,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
+            **as_auto,
         )
+
+    def _kv_cache_dtype(self) -> str:
+        assert self._layout is not None
+        return self._fp8 or str(self._layout.dtype).removeprefix("torch.")
 
     def _kv_groups(self, layout: KvLayout) -> tuple[KvGroupSpec, ...]:
         groups = self._groups
@@ -363,7 +422,7 @@ class TorchBackend(Backend):
             model_fingerprint=loaded.fingerprint,
             device=str(self._device),
             dtype=dtype,
-            kv_cache_dtype=dtype,
+            kv_cache_dtype=self._kv_cache_dtype(),
             vocab_size=loaded.vocab_size,
             max_model_len=loaded.max_model_len,
             eos_token_ids=loaded.eos_token_ids,
@@ -372,3 +431,19 @@ class TorchBackend(Backend):
             max_logprobs=min(MAX_LOGPROBS, loaded.vocab_size),
             tokenizer_files=loaded.tokenizer_files,
         )
+
+
+def _require_one_group(name: str, groups: LayerGroups) -> None:
+    """Refuse fp8 where layers share pages: a layer's scales are those of its page."""
+    if len(groups.windows) > 1:
+        raise BackendError(
+            "KV_CACHE_DTYPE_NOT_SUPPORTED",
+            f"expected one KV group for --kv-cache-dtype {name}, got {len(groups.windows)}: layers of several groups"
+            " share memory, and have scales of their own. Use --kv-cache-dtype auto.",
+            kv_cache_dtype=name,
+        )
+
+
+def _range(scales: Sequence[float]) -> str:
+    """The least and the largest scale."""
+    return f"{min(scales):g} to {max(scales):g}"

@@ -82,19 +82,26 @@ class PrefillRow:
 
 
 class GatherWorkspace:
-    """Where a group's K and V are gathered: one pair of buffers for all groups and layers of a step.
+    """Where a group's K and V are gathered: the same buffers for all groups and layers of a step.
 
     Made anew for each gather, memory of this size would be mapped and faulted in each time.
     """
 
     def __init__(self) -> None:
-        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
 
-    def take(self, rows: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two buffers with the width of `like`; what they held is lost. Shape: (rows, width)."""
-        if self._buffers is None or len(self._buffers[0]) < rows:
-            self._buffers = (like.new_empty((rows, like.shape[1])), like.new_empty((rows, like.shape[1])))
-        return self._buffers[0][:rows], self._buffers[1][:rows]
+    def take(
+        self, name: str, rows: int, width: int, like: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """The buffer of this name, where `like` is and of its type unless one is said; what it held is lost.
+
+        Shape:
+            returns (rows, width); a name has one width and one type.
+        """
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < rows:
+            buffer = self._buffers[name] = like.new_empty((rows, width), dtype=dtype)
+        return buffer[:rows]
 
 
 @dataclass(frozen=True)

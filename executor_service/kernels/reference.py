@@ -12,14 +12,21 @@ import torch
 from executor_service.backends.base import CopyDirection
 
 
-def write_kv(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Store K and V of every token in its slot.
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    scales: tuple[float, float] | None = None,
+) -> None:
+    """Store K and V of every token in its slot; with scales fp8(clamp(x / scale, -max, max)).
 
     Args:
         key: keys of all tokens of the step.
         value: values of all tokens of the step.
         cache: one layer's cache, changed in place.
         slots: block_id * block_size + offset of every token.
+        scales: of K and of V, for a cache whose type is one of fp8.
 
     Shape:
         key, value: (T, H_kv, D); cache: (2, num_blocks, block_size, H_kv, D); slots: (T,).
@@ -27,8 +34,11 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots:
     block_size = cache.shape[2]
     for token, slot in enumerate(slots.tolist()):
         block, offset = divmod(slot, block_size)
-        cache[0, block, offset] = key[token]
-        cache[1, block, offset] = value[token]
+        for part, states in enumerate((key[token], value[token])):
+            if scales is not None:
+                limit = torch.finfo(cache.dtype).max
+                states = torch.clamp(states.float() / scales[part], -limit, limit)  # noqa: PLW2901
+            cache[part, block, offset] = states.to(cache.dtype)
 
 
 def copy_blocks(
@@ -63,6 +73,7 @@ def paged_attention(
     seq_lens: list[int],
     block_tables: list[list[int]],
     scaling: float,
+    scales: tuple[float, float] = (1.0, 1.0),
     window: int = 0,
 ) -> torch.Tensor:
     """Causal attention of every row over its own blocks: softmax(scaling * q k^T) v.
@@ -74,6 +85,7 @@ def paged_attention(
         seq_lens: sequence length of each row after this step.
         block_tables: the blocks of each row, in the order of positions.
         scaling: factor on the scores.
+        scales: what a stored 1 stands for, in K and in V.
         window: tokens that a token sees, itself included; 0 for all before it.
 
     Shape:
@@ -85,8 +97,8 @@ def paged_attention(
     token = 0
     for query_len, seq_len, table in zip(query_lens, seq_lens, block_tables, strict=True):
         rows = [cache[:, table[pos // block_size], pos % block_size].double() for pos in range(seq_len)]
-        keys = torch.stack([row[0] for row in rows])
-        values = torch.stack([row[1] for row in rows])
+        keys = torch.stack([row[0] for row in rows]) * scales[0]
+        values = torch.stack([row[1] for row in rows]) * scales[1]
         for position in range(seq_len - query_len, seq_len):
             first = max(0, position - window + 1) if window else 0
             for head in range(query.shape[1]):

@@ -7,6 +7,10 @@ How: K/V of all tokens are written to their slots first. Decode rows are gathere
 share a KV head act as the query length, so K/V are never repeated for grouped-query attention. Prefill rows run one by
 one.
 
+K/V stored in eight bits are read back before they attend, and this step's own like all others: attention sees what the
+cache holds and nothing finer. So a token's K/V are the same whether they were computed in this step, in an earlier
+chunk, by another request, or before a preemption.
+
 Memory: one gather holds at most `AttentionLimits.gather_tokens` tokens, or one row; one mask at most `mask_elements`.
 """
 
@@ -16,6 +20,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from executor_service.kernels.attention_plan import AttentionLimits, AttentionPlan, DecodeGroup
+from executor_service.kernels.fp8 import PLAIN, Fp8Codec, LayerCodecs
 
 
 def paged_attention(
@@ -27,6 +32,7 @@ def paged_attention(
     *,
     plan: AttentionPlan,
     scaling: float,
+    codecs: LayerCodecs = PLAIN,
 ) -> torch.Tensor:
     """Write this step's K/V of one layer, then attend: softmax(scaling * q k^T) v, causal, over each row's blocks.
 
@@ -40,50 +46,83 @@ def paged_attention(
         values: the layer's value cache, changed in place.
         plan: the step's plan.
         scaling: factor on the scores.
+        codecs: how the layer's K and V are stored.
 
     Shape:
-        query: (T, H_q, D); key, value: (T, H_kv, D); keys, values: (num_slots, H_kv * D); returns (T, H_q, D).
+        query: (T, H_q, D); key, value: (T, H_kv, D); keys, values: (num_slots, H_kv * D), bytes where there are codecs;
+        returns (T, H_q, D).
     """
-    num_tokens, _, dim = query.shape
-    keys.index_copy_(0, plan.write_slots, key.reshape(num_tokens, -1))
-    values.index_copy_(0, plan.write_slots, value.reshape(num_tokens, -1))
-    kv_heads = key.shape[1]
+    layer = _Layer(keys, values, codecs, plan)
+    new_k, new_v = layer.write(key, value)
+    kv_heads, dim = key.shape[1:]
     if len(plan.decode) == 1 and not plan.prefill:
         # One group keeps the rows' own order: nothing to permute.
-        return _attend_decode(query, keys, values, plan.decode[0], plan=plan, kv_heads=kv_heads, scaling=scaling)
+        return _attend_decode(query, layer, plan.decode[0], kv_heads=kv_heads, scaling=scaling)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for group in plan.decode:
         rows = query.index_select(0, group.tokens)
-        result = _attend_decode(rows, keys, values, group, plan=plan, kv_heads=kv_heads, scaling=scaling)
-        out.index_copy_(0, group.tokens, result)
+        out.index_copy_(0, group.tokens, _attend_decode(rows, layer, group, kv_heads=kv_heads, scaling=scaling))
     for row in plan.prefill:
         own = slice(row.start, row.end)
-        row_k, row_v = key[own], value[own]
+        row_k, row_v = new_k[own], new_v[own]
         if row.slots is not None:
-            shape = (row.context - row.first, kv_heads, dim)
-            row_k = keys.index_select(0, row.slots).view(shape)
-            row_v = values.index_select(0, row.slots).view(shape)
+            row_k, row_v = layer.read(row.slots, query.dtype)
+        shape = (row.context - row.first, kv_heads, dim)
+        row_k, row_v = row_k.view(shape), row_v.view(shape)
         out[own] = _attend_prefill(query[own], row_k, row_v, plan.limits, scaling, window=plan.window)
     return out
 
 
+class _Layer:
+    """One layer's cache as a step writes and reads it."""
+
+    __slots__ = ("_k_codec", "_keys", "_v_codec", "_values", "plan")
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, codecs: LayerCodecs, plan: AttentionPlan) -> None:
+        self._keys, self._values = keys, values
+        self._k_codec, self._v_codec = codecs
+        self.plan = plan
+
+    def write(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store this step's tokens. Shape: both (T, H_kv, D); returns what attention may see of them, (T, H_kv * D)."""
+        new_k = self._write(key.reshape(len(key), -1), self._keys, self._k_codec)
+        return new_k, self._write(value.reshape(len(value), -1), self._values, self._v_codec)
+
+    def read(self, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of these slots, in a workspace that the next read takes again. Shape: (N,); returns (N, H_kv * D)."""
+        return (
+            self._read("keys", slots, dtype, self._keys, self._k_codec),
+            self._read("values", slots, dtype, self._values, self._v_codec),
+        )
+
+    def _write(self, states: torch.Tensor, cache: torch.Tensor, codec: Fp8Codec | None) -> torch.Tensor:
+        if codec is None:
+            cache.index_copy_(0, self.plan.write_slots, states)
+            return states
+        stored = codec.encode(states)
+        cache.index_copy_(0, self.plan.write_slots, stored)
+        # Only rows without a context see it from here.
+        return codec.decode(stored, torch.empty_like(states)) if self.plan.prefill else states
+
+    def _read(
+        self, name: str, slots: torch.Tensor, dtype: torch.dtype, cache: torch.Tensor, codec: Fp8Codec | None
+    ) -> torch.Tensor:
+        rows, width, take = len(slots), cache.shape[1], self.plan.workspace.take
+        if codec is None:
+            return torch.index_select(cache, 0, slots, out=take(name, rows, width, cache))
+        stored = torch.index_select(cache, 0, slots, out=take("stored", rows, width, cache))
+        index = take("pairs", rows, width // 2, cache, torch.int32) if cache.device.type == "cpu" else None
+        return codec.decode(stored, take(name, rows, width, cache, dtype), index)
+
+
 def _attend_decode(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    group: DecodeGroup,
-    *,
-    plan: AttentionPlan,
-    kv_heads: int,
-    scaling: float,
+    query: torch.Tensor, layer: _Layer, group: DecodeGroup, *, kv_heads: int, scaling: float
 ) -> torch.Tensor:
     """Attention of one query token per row. Shape: query (B, H_q, D), returns the same."""
     batch, heads, dim = query.shape
-    slots = group.slots(plan.block_size)
     shape = (batch, group.width, kv_heads, dim)
-    flat_k, flat_v = plan.workspace.take(len(slots), keys)
-    gathered_k = torch.index_select(keys, 0, slots, out=flat_k).view(shape).transpose(1, 2)
-    gathered_v = torch.index_select(values, 0, slots, out=flat_v).view(shape).transpose(1, 2)
+    flat_k, flat_v = layer.read(group.slots(layer.plan.block_size), query.dtype)
+    gathered_k, gathered_v = flat_k.view(shape).transpose(1, 2), flat_v.view(shape).transpose(1, 2)
     # The query heads that share a KV head stand where query tokens would: no repeated K/V.
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, dim)
     out = scaled_dot_product_attention(grouped, gathered_k, gathered_v, attn_mask=group.mask, scale=scaling)

@@ -1,4 +1,4 @@
-"""Hundreds and thousands of requests over a pool that is far too small: one wrong, stale or half-written block changes an output."""
+"""Hundreds and thousands of requests over far too small a pool: one wrong or half-written block changes an output."""
 
 import random
 from array import array

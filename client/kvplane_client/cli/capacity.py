@@ -17,9 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DTYPE_BYTES", "PRESETS", "Capacity", "ModelShape", "PlanError", "load_shape", "plan_capacity"]
+__all__ = [
+    "DTYPE_BYTES",
+    "KV_DTYPE_BYTES",
+    "PRESETS",
+    "Capacity",
+    "ModelShape",
+    "PlanError",
+    "load_shape",
+    "plan_capacity",
+]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+# An executor stores K and V in either kind of fp8; which of them changes no size.
+KV_DTYPE_BYTES = DTYPE_BYTES | {"fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 class PlanError(Exception):
@@ -186,7 +197,7 @@ def plan_capacity(
         total_bytes: Memory of the device.
         utilization: Share of it that may be used, in (0, 1].
         dtype: What weights are kept in; a key of DTYPE_BYTES.
-        kv_dtype: What K and V are kept in; "auto" is dtype.
+        kv_dtype: What K and V are kept in: a key of KV_DTYPE_BYTES, or "auto", which is dtype.
         overhead_bytes: Activations at the largest step, and the runtime.
         block_size: Tokens per block.
         context_len: Tokens of one user's sequence.
@@ -194,7 +205,7 @@ def plan_capacity(
     """
     if weights_bytes is None:
         weights_bytes = shape.num_parameters * DTYPE_BYTES[dtype]
-    kv_value_bytes = DTYPE_BYTES[dtype if kv_dtype == "auto" else kv_dtype]
+    kv_value_bytes = KV_DTYPE_BYTES[dtype if kv_dtype == "auto" else kv_dtype]
     bytes_per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * kv_value_bytes
     usable_bytes = math.floor(total_bytes * utilization)
     kv_bytes = max(0, usable_bytes - weights_bytes - overhead_bytes)

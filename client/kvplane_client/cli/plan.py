@@ -9,7 +9,15 @@ import typer
 from rich.table import Table
 
 from kvplane_client.cli import options as opt
-from kvplane_client.cli.capacity import DTYPE_BYTES, PRESETS, Capacity, PlanError, load_shape, plan_capacity
+from kvplane_client.cli.capacity import (
+    DTYPE_BYTES,
+    KV_DTYPE_BYTES,
+    PRESETS,
+    Capacity,
+    PlanError,
+    load_shape,
+    plan_capacity,
+)
 from kvplane_client.cli.output import out_console, print_json
 from kvplane_client.cli.session import CommandError, reported
 from kvplane_client.cli.values import MAX_INT32, integer, number, one_of, parse_size
@@ -50,8 +58,8 @@ def plan(
     kv_dtype: Annotated[
         str,
         typer.Option(
-            "--kv-dtype", metavar="TYPE", help="What K and V are kept in; auto: as weights.",
-            parser=one_of(lambda: ["auto", *DTYPE_BYTES], advice="auto is that of the weights"),
+            "--kv-dtype", "--kv-cache-dtype", metavar="TYPE", help="What K and V are kept in; auto: as weights.",
+            parser=one_of(lambda: ["auto", *KV_DTYPE_BYTES], advice="auto is that of the weights"),
         ),
     ] = "auto",
     utilization: Annotated[

@@ -69,6 +69,7 @@ def up(
     port: up_opt.Port = 50051,
     backend: up_opt.Backend = "torch",
     dtype: up_opt.Dtype = None,
+    kv_cache_dtype: up_opt.KvCacheDtype = None,
     memory_limit: up_opt.MemoryLimit = None,
     gpu_memory_utilization: up_opt.GpuMemoryUtilization = None,
     swap_space: up_opt.SwapSpace = None,
@@ -103,6 +104,7 @@ def up(
     executor_flags = {
         "--backend": backend,
         "--dtype": dtype,
+        "--kv-cache-dtype": kv_cache_dtype,
         "--memory-limit": memory_limit,
         "--gpu-memory-utilization": gpu_memory_utilization,
         "--swap-space": swap_space,

@@ -22,6 +22,7 @@ __all__ = [
     "ExecutorArg",
     "GpuMemoryUtilization",
     "Host",
+    "KvCacheDtype",
     "ManagerArg",
     "MaxModelLen",
     "MaxNumBatchedTokens",
@@ -104,6 +105,14 @@ Dtype = Annotated[
     typer.Option(
         "--dtype", metavar="TYPE", help="Type to compute in. Default: the model's.", rich_help_panel=_EXECUTOR,
         parser=one_of(lambda: ["auto", "float32", "bfloat16", "float16"], advice="auto takes the model's"),
+    ),
+]  # fmt: skip
+KvCacheDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache-dtype", metavar="TYPE", rich_help_panel=_EXECUTOR,
+        help="Type K and V are stored in; fp8 holds twice as many blocks as bfloat16. Default: as computed.",
+        parser=one_of(lambda: ["auto", "fp8", "fp8_e4m3", "fp8_e5m2"], advice="auto stores what is computed"),
     ),
 ]  # fmt: skip
 MemoryLimit = Annotated[

@@ -23,7 +23,7 @@ def h100(kv_dtype: str = "auto", **changed: int) -> Capacity:
 
 def test_plan_seed_h100_example_has_29696_blocks_and_twice_as_many_in_fp8() -> None:
     assert (h100().bytes_per_token, h100().bytes_per_block, h100().num_blocks) == (128 * 1024, 2 * 1024**2, 29_696)
-    assert h100("fp8").num_blocks == 59_392
+    assert h100("fp8").num_blocks == h100("fp8_e4m3").num_blocks == h100("fp8_e5m2").num_blocks == 59_392
 
 
 def test_plan_users_are_those_whose_contexts_fit_without_the_null_block() -> None:
@@ -100,8 +100,9 @@ def test_command_prints_a_table_and_json() -> None:
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0
     assert "29,696" in shown.stdout
-    document = json.loads(CliRunner().invoke(app, [*arguments, "--kv-dtype", "fp8", "--json"]).stdout)
-    assert document["capacity"]["num_blocks"] == 59_392
+    for flag in (["--kv-dtype", "fp8"], ["--kv-cache-dtype", "fp8_e5m2"]):
+        document = json.loads(CliRunner().invoke(app, [*arguments, *flag, "--json"]).stdout)
+        assert document["capacity"]["num_blocks"] == 59_392
     assert document["model"]["num_layers"] == 32
 
 

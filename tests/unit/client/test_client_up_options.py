@@ -22,6 +22,7 @@ MANAGER = {
 }
 EXECUTOR = {
     "--dtype": ["auto", "float32", "bfloat16", "float16", "int8", ""],
+    "--kv-cache-dtype": ["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp4", "bfloat16", ""],
     "--memory-limit": ["4GiB", "1", "0", "4 apples", "1.5G", "500MB", "-1"],
     "--gpu-memory-utilization": ["0.9", "1", "0", "1.1", "2", "-0.5", "nan", "inf", "x"],
     "--num-blocks-override": ["2", "1", "0", "x"],

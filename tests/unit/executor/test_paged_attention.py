@@ -8,6 +8,7 @@ import torch
 
 from executor_service.kernels import reference
 from executor_service.kernels.attention_plan import AttentionLimits, plan_attention
+from executor_service.kernels.fp8 import FP8_TYPES, PLAIN, layer_codecs
 from executor_service.kernels.torch_paged import paged_attention
 from tests.unit.executor.step_builder import Row, build_step
 
@@ -39,9 +40,14 @@ def _run(
     heads: tuple[int, int, int] = (6, 2, 16),
     garbage: float = float("nan"),
     seed: int = 0,
+    stored: torch.dtype | None = None,
+    scales: tuple[float, float] = (1.0, 1.0),
     window: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The step through both; the slots that no row uses hold garbage, and so does the null block before windows."""
+    """The step through both, K/V stored as dtype or as fp8 with scales.
+
+    The slots that no row uses hold garbage, and so does the null block before windows.
+    """
     q_heads, kv_heads, dim = heads
     rng = np.random.default_rng(seed)
     counts = [-(-seq // block_size) for _, seq in shapes]
@@ -56,14 +62,14 @@ def _run(
     num_tokens = len(step.token_ids)
     query = torch.randn(num_tokens, q_heads, dim).to(dtype)
     key, value = torch.randn(2, num_tokens, kv_heads, dim).to(dtype)
-    cache = torch.full((2, sum(counts) + 4, block_size, kv_heads, dim), garbage, dtype=dtype)
+    cache = torch.full((2, sum(counts) + 4, block_size, kv_heads, dim), garbage, dtype=stored or dtype)
     for first, row in zip(firsts, rows, strict=True):
         for position in range(first, row.start):  # what earlier steps wrote
-            cache[:, row.blocks[position // block_size], position % block_size] = torch.randn(2, kv_heads, dim).to(
-                dtype
-            )
+            past = torch.randn(2, kv_heads, dim) / torch.tensor(scales).view(2, 1, 1)
+            cache[:, row.blocks[position // block_size], position % block_size] = past.to(cache.dtype)
     expected_cache = cache.clone()
-    reference.write_kv(key, value, expected_cache, torch.from_numpy(step.slot_mappings[0].copy()))
+    slots = torch.from_numpy(step.slot_mappings[0].copy())
+    reference.write_kv(key, value, expected_cache, slots, None if stored is None else scales)
     seq_lens = [seq for _, seq in shapes]
     expected = reference.paged_attention(
         query,
@@ -72,6 +78,7 @@ def _run(
         seq_lens=seq_lens,
         block_tables=blocks,
         scaling=0.3,
+        scales=scales,
         window=window,
     )
     plan = plan_attention(
@@ -84,9 +91,12 @@ def _run(
         device=torch.device("cpu"),
         window=window,
     )
-    flat = cache.view(2, -1, kv_heads * dim)
-    actual = paged_attention(query, key, value, flat[0], flat[1], plan=plan, scaling=0.3)
-    assert torch.equal(cache.nan_to_num(7.0), expected_cache.nan_to_num(7.0))
+    flat, codecs = cache.view(2, -1, kv_heads * dim), PLAIN
+    if stored is not None:
+        flat = flat.view(torch.uint8)
+        (codecs,) = layer_codecs(stored, [scales[0]], [scales[1]])
+    actual = paged_attention(query, key, value, flat[0], flat[1], plan=plan, scaling=0.3, codecs=codecs)
+    assert torch.equal(cache.float().nan_to_num(7.0), expected_cache.float().nan_to_num(7.0))
     return actual, expected
 
 
@@ -124,6 +134,34 @@ def test_paged_attention_with_a_window_equals_oracle(
 @pytest.mark.parametrize("heads", [(4, 4, 8), (5, 1, 24), (9, 3, 64), (1, 1, 2)])
 def test_paged_attention_any_head_geometry_equals_oracle(heads: tuple[int, int, int]) -> None:
     actual, expected = _run(STEPS["mixed"], 16, torch.float32, WIDE, heads=heads)
+    torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tolerance", TOLERANCES, ids=["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("limits", [WIDE, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize("stored", FP8_TYPES.values(), ids=FP8_TYPES)
+@pytest.mark.parametrize("shapes", STEPS.values(), ids=STEPS.keys())
+def test_paged_attention_over_fp8_equals_oracle_that_reads_what_was_written(
+    shapes: list[tuple[int, int]],
+    stored: torch.dtype,
+    limits: AttentionLimits,
+    tolerance: tuple[torch.dtype, float, float],
+) -> None:
+    """This step's own K/V included: the oracle knows them only from the cache. Values beyond 0.011 * 448 saturate."""
+    dtype, atol, rtol = tolerance
+    actual, expected = _run(shapes, 16, dtype, limits, stored=stored, scales=(0.011, 0.25))
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
+    if shapes != STEPS["decode_first_token"] and dtype == torch.float32:
+        plain, _ = _run(shapes, 16, dtype, limits)
+        assert (plain - expected).abs().max() > 100 * atol
+
+
+@pytest.mark.parametrize("heads", [(3, 3, 5), (5, 1, 24)])
+def test_paged_attention_over_fp8_any_head_geometry_equals_oracle(heads: tuple[int, int, int]) -> None:
+    """An odd number of values in a token, too."""
+    actual, expected = _run(
+        STEPS["mixed"], 16, torch.float32, WIDE, heads=heads, stored=torch.float8_e4m3fn, scales=(0.02, 0.25)
+    )
     torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
 
 

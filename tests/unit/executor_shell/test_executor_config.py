@@ -48,7 +48,7 @@ def test_parse_size_units_give_bytes(text, size):
         (["--memory-limit", "2Q"], ["--memory-limit", '"2GiB"', "'2Q'"]),
         (["--swap-space", "4gb"], ["--swap-space", '"2GiB"', "'4gb'"]),
         (["--swap-space", "-1"], ["--swap-space", "'-1'"]),
-        (["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype", "auto", "'fp8'"]),
+        (["--kv-cache-dtype", "fp4"], ["--kv-cache-dtype", "auto", "fp8", "fp8_e4m3", "fp8_e5m2", "'fp4'"]),
         (["--gpu-memory-utilization", "1.5"], ["--gpu-memory-utilization", "1", "'1.5'"]),
         (["--advertise-address", "nowhere"], ["--advertise-address", "'nowhere'"]),
         (["--backend", "torch"], ["KVPLANE_EXECUTOR_MODEL", "folder"]),

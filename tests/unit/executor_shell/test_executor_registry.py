@@ -51,6 +51,16 @@ def test_create_backend_entry_point_gets_fields_it_names(monkeypatch):
     assert backend.own_option == "default"
 
 
+def test_create_backend_without_a_choice_of_kv_types_refuses_any_but_auto():
+    plain = ExecutorConfig(backend="sim", kv_cache_dtype="auto")
+    assert registry.create_backend(plain).load().kv_cache_dtype == "uint64"
+    with pytest.raises(
+        BackendError, match=r"'sim' has one type .*: expected --kv-cache-dtype auto, got 'fp8'"
+    ) as caught:
+        registry.create_backend(ExecutorConfig(backend="sim", kv_cache_dtype="fp8"))
+    assert caught.value.reason == "BAD_KV_CACHE_DTYPE"
+
+
 @pytest.mark.parametrize(
     ("value", "reason"),
     [

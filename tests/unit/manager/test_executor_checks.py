@@ -53,8 +53,10 @@ def test_executor_that_fits_passes_every_check() -> None:
 
 
 def test_executor_of_other_weights_is_a_mismatch() -> None:
-    with pytest.raises(ExecutorUnfitError, match=r"serves 'tiny' \(f1\), got other weights: 'big' \(f2\)") as caught:
-        require_model(SERVED, pb.GetModelInfoResponse(model_name="big", model_fingerprint="f2"))
+    other = pb.GetModelInfoResponse(model_name="big", model_fingerprint="f2", kv_cache_dtype="fp8_e4m3")
+    said = r"serves 'tiny' \(f1\), got other weights, or K/V quantised otherwise: 'big' \(f2, fp8_e4m3\)"
+    with pytest.raises(ExecutorUnfitError, match=said) as caught:
+        require_model(SERVED, other)
     assert caught.value.reason == "MODEL_MISMATCH"
 
 

@@ -118,7 +118,7 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     """model_name is the name the executor was given."""
     model_fingerprint: builtins.str
     """model_fingerprint is equal for executors whose tokens may be mixed in one request: same architecture, same
-    vocabulary, same weights.
+    vocabulary, same weights, and, where K/V is stored in fewer bits than it is computed in, the same type and scales.
     """
     backend: builtins.str
     """backend is the registered name of the backend, such as "torch" or "sim"."""
@@ -127,7 +127,7 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     dtype: builtins.str
     """dtype is the type it computes in, such as "float32"."""
     kv_cache_dtype: builtins.str
-    """kv_cache_dtype is the type K/V is stored in."""
+    """kv_cache_dtype is the type K/V is stored in: dtype, or a smaller one such as "fp8_e4m3" or "fp8_e5m2"."""
     vocab_size: builtins.int
     """vocab_size is the number of token ids."""
     max_model_len: builtins.int

@@ -1,0 +1,184 @@
+"""What K/V in eight bits costs and saves: perplexity, blocks, and the time of a decode step, beside `auto`.
+
+    python -m benchmarks.bench_kv_dtype [--model PATH] [--traces DIR] [--tokens N] [--dtype bfloat16]
+
+Perplexity is that of real prompts (`sharegpt_prompts.jsonl` of the folder `KVPLANE_TRACES`) over paged attention, by
+the executor's own runner: each window of a prompt is one step whose rows have one token each, the first, the second and
+so on, of the same blocks. So every token attends over what the cache holds of those before it, as it does when it is
+decoded, and every row has logits. Windows are the same for every type, so that differences are the type's.
+
+Steps are timed in turn, one of each type after the other, and the medians compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from executor_service.backends.base import (
+    GroupTables,
+    LogitBias,
+    ModelInfo,
+    SamplingBatch,
+    StepBatch,
+    TokenSampling,
+)
+from executor_service.backends.torch_backend import TorchBackend, TorchBackendConfig
+
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
+BLOCK_SIZE = 16
+_GREEDY = TokenSampling(
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    logit_bias=LogitBias.of({}),
+    suppressed_token_ids=(),
+    num_logprobs=-1,
+)
+
+
+def open_backend(model: str, kv_cache_dtype: str, dtype: str, num_blocks: int) -> tuple[TorchBackend, ModelInfo]:
+    """A backend with its model and an empty cache, and what it says of the model."""
+    backend = TorchBackend(
+        TorchBackendConfig(
+            model=model, device="cpu", dtype=dtype, kv_cache_dtype=kv_cache_dtype, block_size=BLOCK_SIZE, num_threads=2
+        )
+    )
+    info = backend.load()
+    backend.initialize_kv_cache(num_blocks)
+    return backend, info
+
+
+def read_prompts(file: Path) -> Iterator[str]:
+    """The prompts of a ShareGPT trace, in order."""
+    with file.open(encoding="utf-8") as lines:
+        for line in lines:
+            yield from (request["prompt"] for request in json.loads(line)["requests"])
+
+
+def read_windows(file: Path, tokenizer: Tokenizer, window: int, num_tokens: int) -> list[list[int]]:
+    """Beginnings of prompts, at most `window` tokens of each and at least a quarter of that; `num_tokens` in all."""
+    windows: list[list[int]] = []
+    left = num_tokens
+    for prompt in read_prompts(file):
+        ids = tokenizer.encode(prompt).ids[: min(window, left)]
+        if len(ids) >= min(window // 4, left):
+            windows.append(ids)
+            left -= len(ids)
+        if left < 2:
+            return windows
+    return windows
+
+
+def step_of(tokens: Sequence[int], positions: Sequence[int], tables: Sequence[Sequence[int]]) -> StepBatch:
+    """A step of rows with one token each, all of which sample."""
+    count = len(tokens)
+    lens = np.array(positions, dtype=np.int32) + 1
+    used = -(-lens // BLOCK_SIZE)
+    ids = np.concatenate([np.array(table[:n], dtype=np.int32) for table, n in zip(tables, used, strict=True)])
+    slots = [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p, table in zip(positions, tables, strict=True)]
+    rows = np.arange(count, dtype=np.int32)
+    return StepBatch(
+        step_id=1,
+        query_indptr=np.arange(count + 1, dtype=np.int32),
+        token_ids=np.array(tokens, dtype=np.int32),
+        positions=np.array(positions, dtype=np.int32),
+        seq_lens=lens,
+        tables=[
+            GroupTables(
+                np.concatenate([[0], np.cumsum(used)]).astype(np.int32),
+                ids,
+                (lens - (used - 1) * BLOCK_SIZE).astype(np.int32),
+            )
+        ],
+        slot_mappings=[np.array(slots, dtype=np.int64)],
+        sampling=SamplingBatch(
+            rows=rows,
+            params=[_GREEDY],
+            params_index=np.zeros(count, dtype=np.int32),
+            seeds=np.zeros(count, dtype=np.uint64),
+            positions=lens,
+            histories={},
+        ),
+    )
+
+
+def perplexity(backend: TorchBackend, windows: Sequence[Sequence[int]]) -> float:
+    """The exponential of the mean negative log likelihood of every token but the first of each window."""
+    total, count = 0.0, 0
+    table = list(range(1, -(-max(map(len, windows)) // BLOCK_SIZE) + 1))
+    for tokens in windows:
+        logits = backend.forward(step_of(tokens, range(len(tokens)), [table] * len(tokens)))
+        wanted = torch.tensor(tokens[1:], device=logits.device)
+        total += float(torch.nn.functional.cross_entropy(logits[:-1].float(), wanted, reduction="sum"))
+        count += len(wanted)
+    return math.exp(total / count)
+
+
+def time_decode(backends: Sequence[TorchBackend], rows: int, context: int, rounds: int) -> list[float]:
+    """Median seconds of a step of `rows` sequences with this much context, for each backend; measured in turn."""
+    blocks = -(-context // BLOCK_SIZE)
+    tables = [list(range(1 + row * blocks, 1 + (row + 1) * blocks)) for row in range(rows)]
+    step = step_of([7] * rows, [context - 1] * rows, tables)
+    times: list[list[float]] = [[] for _ in backends]
+    for turn in range(rounds + 1):
+        for own, backend in zip(times, backends, strict=True):
+            started = time.perf_counter()
+            backend.execute(step)
+            if turn:  # the first warms up
+                own.append(time.perf_counter() - started)
+    return [statistics.median(own) for own in times]
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=os.environ.get("KVPLANE_TEST_MODEL"))
+    parser.add_argument("--traces", type=Path, default=os.environ.get("KVPLANE_TRACES"))
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--tokens", type=int, default=16_384)
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    if not args.model:
+        parser.error("expected --model, or KVPLANE_TEST_MODEL to name one, got none")
+    most = 16 * -(-1024 // BLOCK_SIZE) + 1
+    opened = [open_backend(args.model, kind, args.dtype, most) for kind in KV_CACHE_DTYPES]
+    backends = [backend for backend, _ in opened]
+    if args.traces is None:
+        print("no perplexity: KVPLANE_TRACES names no folder with sharegpt_prompts.jsonl")
+    else:
+        tokenizer = Tokenizer.from_str(opened[0][1].tokenizer_files["tokenizer.json"].decode())
+        windows = read_windows(args.traces / "sharegpt_prompts.jsonl", tokenizer, args.window, args.tokens)
+        print(f"perplexity over {sum(map(len, windows))} tokens in {len(windows)} windows, {args.dtype}")
+        base = 0.0
+        for kind, backend in zip(KV_CACHE_DTYPES, backends, strict=True):
+            found = perplexity(backend, windows)
+            base = base or found
+            print(f"  {kind:9} {found:9.4f} {found / base - 1:+8.3%}", flush=True)
+    print("decode step, ms (tokens/s beside auto)")
+    for rows, context in ((1, 256), (16, 256), (16, 1024)):
+        times = time_decode(backends, rows, context, args.rounds)
+        shown = "  ".join(
+            f"{kind} {took * 1e3:7.1f} ({times[0] / took:4.2f})"
+            for kind, took in zip(KV_CACHE_DTYPES, times, strict=True)
+        )
+        print(f"  {rows:2} x {context:4}  {shown}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
