@@ -9,7 +9,7 @@ from kvplane_client.conformance.registry import Topic
 
 TOPIC = Topic("numerics")
 
-_MODEL = "GetModelInfoResponse.model_fingerprint: same architecture, same vocabulary, same weights."
+_MODEL = "GetModelInfoResponse.model_fingerprint: same architecture, same vocabulary, same weights"
 _LOGPROBS = (
     "TokenSampling.num_logprobs: num_logprobs is -1 for none, 0 for the produced token's log probability, n for the n "
     "likeliest beside it. Taken before penalties, bias and temperature."
