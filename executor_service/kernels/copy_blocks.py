@@ -1,0 +1,77 @@
+"""Copies of whole blocks within the cache, all layers in one launch.
+
+Station: launched by `triton_paged` before a step runs. The oracle is `reference.copy_blocks`; copies from and to host
+blocks stay with `block_copy`, where the bus is the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_blocks", "block_words"])
+def copy_blocks_kernel(  # type: ignore[no-untyped-def]
+    addresses,
+    word,
+    source,
+    target,
+    num_blocks,
+    block_words,
+    BLOCK: tl.constexpr,
+):
+    """A piece of one block of K or V in one layer. Grid: (copies, layers * 2, pieces).
+
+    `word` is any tensor of the word's type; only its type is used, for the addresses are plain numbers.
+    """
+    place = tl.program_id(0)
+    layer = tl.program_id(1) // 2
+    part = tl.program_id(1) % 2
+    offsets = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    base = tl.load(addresses + layer).to(tl.pointer_type(word.dtype.element_ty))
+    blocks_before = part * num_blocks.to(tl.int64)
+    own = (blocks_before + tl.load(source + place)) * block_words + offsets
+    other = (blocks_before + tl.load(target + place)) * block_words + offsets
+    mask = offsets < block_words
+    tl.store(base + other, tl.load(base + own, mask=mask), mask=mask)
+
+
+def copy_blocks(
+    layers: Sequence[torch.Tensor],
+    addresses: torch.Tensor,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    block: int = 2048,
+) -> None:
+    """Copy blocks within the cache.
+
+    Args:
+        layers: the cache's layers, contiguous and all alike, changed in place.
+        addresses: `layer_addresses(layers)`.
+        source: ids of the blocks to copy.
+        target: where each goes; no block twice, and none of `source`.
+        block: words per program.
+
+    Shape:
+        layers[l]: (2, num_blocks, block_size, H_kv, D); addresses: (L,) int64; source, target: (C,) int64.
+    """
+    words = layers[0].view(2, layers[0].shape[1], -1)
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if words.shape[2] * words.itemsize % dtype.itemsize == 0:
+            words = words.view(dtype)
+            break
+    else:
+        words = words.view(torch.int8)
+    _, num_blocks, block_words = words.shape
+    copy_blocks_kernel[(len(source), len(layers) * 2, triton.cdiv(block_words, block))](
+        addresses, words, source, target, num_blocks, block_words, BLOCK=block, num_warps=4
+    )
+
+
+def layer_addresses(layers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Where each layer lies in its device's memory. Shape: (L,) int64, on that device."""
+    return torch.tensor([layer.data_ptr() for layer in layers], dtype=torch.int64, device=layers[0].device)
