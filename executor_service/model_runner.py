@@ -1,7 +1,7 @@
 """Runs one step through transformers' model code, with attention replaced by the paged one.
 
-Station: called by `backends.torch_backend`; calls the model, `kernels.torch_paged` and `sampler`. It keeps weights and
-nothing of a request.
+Station: called by `backends.torch_backend`; calls the model, the kernels it was given (`kernels.paged_kernels`) and
+`sampler`. It keeps weights and nothing of a request.
 
 How: all rows of a step are laid end to end as one sequence with its own `position_ids`; the model sees no cache and no
 mask. Its attention layers call `_attention_interface`, which finds the step's plan and the cache among its keyword
@@ -18,8 +18,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from executor_service.backends.base import BackendError, GroupTables, RowFailure, StepBatch, StepResult
-from executor_service.kernels.attention_plan import AttentionLimits, AttentionPlan, plan_attention
-from executor_service.kernels.torch_paged import paged_attention
+from executor_service.kernels.paged_kernels import PagedKernels, StepAttention
 from executor_service.kv_cache import PagedKvCache
 from executor_service.sampler import sample
 
@@ -33,7 +32,7 @@ _REFUSED_ARGUMENTS = ("softcap", "sliding_window", "s_aux", "position_bias", "at
 class PagedStep:
     """What attention needs of a step besides queries, keys and values."""
 
-    plan: AttentionPlan
+    attention: StepAttention
     cache: PagedKvCache
 
 
@@ -90,7 +89,7 @@ def _attention_interface(
     if isinstance(paged_step, PagedStep):
         keys, values = paged_step.cache.keys[layer], paged_step.cache.values[layer]
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-        return paged_attention(q, k, v, keys, values, plan=paged_step.plan, scaling=scaling).unsqueeze(0), None
+        return paged_step.attention.attend(q, k, v, keys, values, scaling=scaling).unsqueeze(0), None
     if paged_step is None:
         raise BackendError(
             "MODEL_NOT_SUPPORTED",
@@ -148,13 +147,13 @@ class ModelRunner:
 
     Args:
         model: weights, in evaluation mode, with `ATTENTION_NAME` as attention.
-        limits: bounds of the attention workspace.
+        kernels: what writes K/V and attends.
     """
 
-    def __init__(self, model: PreTrainedModel, limits: AttentionLimits) -> None:
+    def __init__(self, model: PreTrainedModel, kernels: PagedKernels) -> None:
         self._model = model
         self._device = model.device
-        self._limits = limits
+        self._kernels = kernels
 
     @torch.inference_mode()
     def run(self, batch: StepBatch, cache: PagedKvCache) -> StepResult:
@@ -187,13 +186,12 @@ class ModelRunner:
                 step_id=batch.step_id,
             )
         table: GroupTables = batch.tables[0]
-        plan = plan_attention(
+        attention = self._kernels.plan(
             batch.query_indptr,
             batch.seq_lens,
             table,
             batch.slot_mappings[0],
             block_size=cache.layout.block_size,
-            limits=self._limits,
             device=self._device,
         )
         output = self._model(
@@ -201,7 +199,7 @@ class ModelRunner:
             position_ids=self._to_device(batch.positions),
             use_cache=False,
             logits_to_keep=self._last_tokens(batch),
-            paged_step=PagedStep(plan, cache),
+            paged_step=PagedStep(attention, cache),
         )
         return output.logits[0]
 

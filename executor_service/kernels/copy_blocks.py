@@ -12,26 +12,26 @@ import torch
 import triton
 import triton.language as tl
 
+# Blocks are copied as integers, the widest that divide them: bits, whatever the cache's type. By bytes, widest first.
+_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+
 
 @triton.jit(do_not_specialize=["num_blocks", "block_words"])
 def copy_blocks_kernel(  # type: ignore[no-untyped-def]
     addresses,
-    word,
     source,
     target,
     num_blocks,
     block_words,
+    WORD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A piece of one block of K or V in one layer. Grid: (copies, layers * 2, pieces).
-
-    `word` is any tensor of the word's type; only its type is used, for the addresses are plain numbers.
-    """
+    """A piece of one block of K or V in one layer. Grid: (copies, layers * 2, pieces)."""
     place = tl.program_id(0)
     layer = tl.program_id(1) // 2
     part = tl.program_id(1) % 2
     offsets = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    base = tl.load(addresses + layer).to(tl.pointer_type(word.dtype.element_ty))
+    base = tl.load(addresses + layer).to(tl.pointer_type(WORD))
     blocks_before = part * num_blocks.to(tl.int64)
     own = (blocks_before + tl.load(source + place)) * block_words + offsets
     other = (blocks_before + tl.load(target + place)) * block_words + offsets
@@ -59,16 +59,12 @@ def copy_blocks(
     Shape:
         layers[l]: (2, num_blocks, block_size, H_kv, D); addresses: (L,) int64; source, target: (C,) int64.
     """
-    words = layers[0].view(2, layers[0].shape[1], -1)
-    for dtype in (torch.int64, torch.int32, torch.int16):
-        if words.shape[2] * words.itemsize % dtype.itemsize == 0:
-            words = words.view(dtype)
-            break
-    else:
-        words = words.view(torch.int8)
-    _, num_blocks, block_words = words.shape
+    num_blocks = layers[0].shape[1]
+    block_bytes = layers[0].nbytes // (2 * num_blocks)
+    size = next(size for size in _WORDS if block_bytes % size == 0)
+    block_words = block_bytes // size
     copy_blocks_kernel[(len(source), len(layers) * 2, triton.cdiv(block_words, block))](
-        addresses, words, source, target, num_blocks, block_words, BLOCK=block, num_warps=4
+        addresses, source, target, num_blocks, block_words, WORD=_WORDS[size], BLOCK=block, num_warps=4
     )
 
 

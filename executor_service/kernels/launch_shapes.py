@@ -68,11 +68,17 @@ def prefill_tile(target: Target, *, head_dim: int, group: int, itemsize: int) ->
     """The tile of `paged_prefill`; arguments as in `decode_tile`."""
     if target is Target.INTERPRETER:
         return Tile(max(128, _power_of_2(group)), 128, 1, 1)
+    least = _power_of_2(group)
     wide = head_dim > 128
     if itemsize == 4:
-        return Tile(max(32, _power_of_2(group)), 32 if not wide else 16, num_warps=4, num_stages=1)
-    block_m = max(128, _power_of_2(group))
-    return Tile(block_m, 32 if wide else 64, num_warps=8, num_stages=2 if target is Target.CUDA else 1)
+        return Tile(max(32, least), 16 if wide else 32, num_warps=8, num_stages=1)
+    if wide:
+        return Tile(max(64, least), 32, num_warps=8, num_stages=2 if target is Target.CUDA else 1)
+    if target is Target.HIP:
+        return Tile(max(64, least), 64, num_warps=4, num_stages=1)
+    # Masks beyond a head that is no power of two take registers, too.
+    padded = head_dim != _power_of_2(head_dim)
+    return Tile(max(128, least), 32 if padded else 64, num_warps=8, num_stages=3 if padded else 2)
 
 
 def split_length(lengths: Int32, *, kv_heads: int, block_n: int, programs: int) -> int:

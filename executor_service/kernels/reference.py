@@ -12,14 +12,23 @@ import torch
 from executor_service.backends.base import CopyDirection
 
 
-def write_kv(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Store K and V of every token in its slot.
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """Store K and V of every token in its slot; in a cache of 8-bit floats divided by the scale, and saturated.
 
     Args:
         key: keys of all tokens of the step.
         value: values of all tokens of the step.
         cache: one layer's cache, changed in place.
         slots: block_id * block_size + offset of every token.
+        k_scale: what a stored 1.0 of a key stands for; v_scale: the same for values. Of 8-bit floats only.
 
     Shape:
         key, value: (T, H_kv, D); cache: (2, num_blocks, block_size, H_kv, D); slots: (T,).
@@ -27,8 +36,11 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots:
     block_size = cache.shape[2]
     for token, slot in enumerate(slots.tolist()):
         block, offset = divmod(slot, block_size)
-        cache[0, block, offset] = key[token]
-        cache[1, block, offset] = value[token]
+        for part, (states, scale) in enumerate(((key[token], k_scale), (value[token], v_scale))):
+            if cache.itemsize == 1:
+                limit = torch.finfo(cache.dtype).max
+                states = (states.float() / scale).clamp(-limit, limit).to(cache.dtype)
+            cache[part, block, offset] = states
 
 
 def copy_blocks(
@@ -63,8 +75,12 @@ def paged_attention(
     seq_lens: list[int],
     block_tables: list[list[int]],
     scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Causal attention of every row over its own blocks: softmax(scaling * q k^T) v.
+    """Causal attention of every row over its own blocks: softmax(cap(scaling * q k^T)) v.
 
     Args:
         query: queries of all rows, row after row.
@@ -73,6 +89,9 @@ def paged_attention(
         seq_lens: sequence length of each row after this step.
         block_tables: the blocks of each row, in the order of positions.
         scaling: factor on the scores.
+        window: a query sees this many positions, its own included; None means all.
+        softcap: scores become softcap * tanh(score / softcap); None leaves them.
+        k_scale: what a stored 1.0 of a key stands for; v_scale: the same for values.
 
     Shape:
         query: (T, H_q, D) with T = sum(query_lens); cache: (2, num_blocks, block_size, H_kv, D); returns (T, H_q, D).
@@ -83,13 +102,17 @@ def paged_attention(
     token = 0
     for query_len, seq_len, table in zip(query_lens, seq_lens, block_tables, strict=True):
         rows = [cache[:, table[pos // block_size], pos % block_size].double() for pos in range(seq_len)]
-        keys = torch.stack([row[0] for row in rows])
-        values = torch.stack([row[1] for row in rows])
+        keys = torch.stack([row[0] for row in rows]) * k_scale
+        values = torch.stack([row[1] for row in rows]) * v_scale
         for position in range(seq_len - query_len, seq_len):
+            first = 0 if window is None else max(0, position + 1 - window)
             for head in range(query.shape[1]):
-                seen_k = keys[: position + 1, head // group]
-                seen_v = values[: position + 1, head // group]
-                weights = torch.softmax(scaling * (seen_k @ query[token, head].double()), dim=0)
+                seen_k = keys[first : position + 1, head // group]
+                seen_v = values[first : position + 1, head // group]
+                scores = scaling * (seen_k @ query[token, head].double())
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                weights = torch.softmax(scores, dim=0)
                 out[token, head] = (weights @ seen_v).to(query.dtype)
             token += 1
     return out

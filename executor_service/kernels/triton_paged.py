@@ -90,21 +90,34 @@ class TritonStep(StepAttention):
         values: torch.Tensor,
         *,
         scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> torch.Tensor:
-        """Write, then attend; see the base class."""
+        """Write, then attend; see the base class.
+
+        Args:
+            query, key, value, keys, values, scaling: as there; keys and values may be of 8-bit floats.
+            window: a query sees this many positions, its own included; None means all.
+            softcap: scores become softcap * tanh(score / softcap); None leaves them.
+            k_scale: what a stored 1.0 of a key stands for, in a cache of 8-bit floats; v_scale: the same for values.
+        """
         _, num_heads, head_dim = query.shape
         shape = {"head_dim": head_dim, "group": num_heads // key.shape[1], "itemsize": query.itemsize}
         interpreted = self._target is Target.INTERPRETER
-        write_kv(key, value, keys, values, self._write_slots, block_t=_INTERPRETED_BLOCK_T if interpreted else 16)
+        block_t = _INTERPRETED_BLOCK_T if interpreted else 16
+        write_kv(key, value, keys, values, self._write_slots, k_scale=k_scale, v_scale=v_scale, block_t=block_t)
+        scores = {"scaling": scaling, "window": window, "softcap": softcap, "k_scale": k_scale, "v_scale": v_scale}
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if len(self._decode_rows):
             tile = decode_tile(self._target, **shape)
             rows = self._rows(key.shape[1], tile.block_n)
-            paged_decode(query, keys, values, out, rows, tile=tile, scaling=scaling)
+            paged_decode(query, keys, values, out, rows, tile=tile, **scores)
         if self._has_prefill:
             tile = prefill_tile(self._target, **shape)
             tiles = self._tiles(tile.block_m // shape["group"])
-            paged_prefill(query, keys, values, out, tiles, tile=tile, scaling=scaling)
+            paged_prefill(query, keys, values, out, tiles, tile=tile, **scores)
         return out
 
     def _rows(self, kv_heads: int, block_n: int) -> DecodeRows:

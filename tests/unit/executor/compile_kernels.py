@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -79,58 +80,29 @@ SHAPES = {
 
 
 def compiled(name: str, shape: Shape, target: GPUTarget) -> Iterator[tuple[str, object]]:
-    """Every kernel of one shape, compiled."""
+    """The kernels of one shape, compiled; each of the small ones only for shapes that change it."""
     kind = Target(target.backend)
     sizes = {"head_dim": shape.head_dim, "group": shape.group, "itemsize": ITEM_SIZES[shape.dtype]}
-    heads = {"HEAD_DIM": shape.head_dim, "BLOCK_D": triton.next_power_of_2(shape.head_dim)}
-    group = {"NUM_KV_HEADS": 8, "GROUP": shape.group, "BLOCK_SIZE": shape.block_size} | heads
-    caps = {"HAS_SOFTCAP": shape.softcap, "HAS_WINDOW": shape.window}
+    head = {"HEAD_DIM": shape.head_dim, "BLOCK_D": triton.next_power_of_2(shape.head_dim)}
+    heads = head | {"NUM_KV_HEADS": 8, "GROUP": shape.group, "BLOCK_SIZE": shape.block_size}
+    heads |= {"HAS_SOFTCAP": shape.softcap, "HAS_WINDOW": shape.window}
+    small = Tile(0, 0, num_warps=4, num_stages=3)
     tile = decode_tile(kind, **sizes)
-    yield (
-        "decode",
-        _compile(
-            paged_decode_kernel,
-            shape,
-            target,
-            group | caps | {"BLOCK_G": tile.block_m, "BLOCK_N": tile.block_n, "SPLIT": True},
-            tile,
-        ),
-    )
-    yield (
-        "reduce",
-        _compile(
-            reduce_splits_kernel,
-            shape,
-            target,
-            heads | {"NUM_HEADS": 8 * shape.group, "BLOCK_S": 16, "HAS_WINDOW": shape.window},
-            Tile(0, 0, 4, 2),
-        ),
-    )
+    blocks: dict[str, object] = {"BLOCK_G": tile.block_m, "BLOCK_N": tile.block_n, "SPLIT": True}
+    yield "decode", _compile(paged_decode_kernel, shape, target, heads | blocks, tile)
     tile = prefill_tile(kind, **sizes)
-    yield (
-        "prefill",
-        _compile(
-            paged_prefill_kernel,
-            shape,
-            target,
-            group | caps | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n},
-            tile,
-        ),
-    )
+    blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+    yield "prefill", _compile(paged_prefill_kernel, shape, target, heads | blocks, tile)
     quantise = shape.kv_dtype.startswith("fp8")
-    limit = {"fp8e5": 57344.0, "fp8e4nv": 448.0}.get(shape.kv_dtype, 0.0)
-    yield (
-        "write",
-        _compile(
-            write_kv_kernel,
-            shape,
-            target,
-            heads | {"LIMIT": limit, "BLOCK_T": 16, "QUANTISE": quantise},
-            Tile(0, 0, 4, 3),
-        ),
-    )
+    if name == "plain" or quantise:
+        limit = {"fp8e5": 57344.0, "fp8e4nv": 448.0}.get(shape.kv_dtype, 0.0)
+        blocks = {"LIMIT": limit, "BLOCK_T": 16, "QUANTISE": quantise}
+        yield "write", _compile(write_kv_kernel, shape, target, head | blocks, small)
+    if name in ("plain", "gemma"):
+        blocks = {"NUM_HEADS": 8 * shape.group, "BLOCK_S": 16, "HAS_WINDOW": shape.window}
+        yield "reduce", _compile(reduce_splits_kernel, shape, target, head | blocks, Tile(0, 0, 4, 2))
     if name == "plain":
-        yield "copy", _compile(copy_blocks_kernel, shape, target, {"BLOCK": 2048}, Tile(0, 0, 4, 3))
+        yield "copy", _compile(copy_blocks_kernel, shape, target, {"BLOCK": 2048, "WORD": tl.int64}, small)
 
 
 def _compile(
@@ -159,19 +131,25 @@ def _type_of(name: str, shape: Shape) -> str:
         return f"*{shape.dtype}"
     if name in ("keys", "values"):
         return f"*{shape.kv_dtype}"
-    if name in ("slots", "addresses", "source", "target", "word"):
+    if name in ("slots", "addresses", "source", "target"):
         return "*i64"
     return "*fp32" if name.startswith("partial") else "i32"
 
 
-def usage(kernel: object, target: GPUTarget) -> dict[str, int]:
-    """Registers of a thread, bytes of a thread that spilled to memory, bytes of shared memory."""
+def usage(kernel: object, target: GPUTarget) -> dict[str, object]:
+    """Registers of a thread, bytes of a thread that spilled to memory, bytes of shared memory, matrix instruction."""
+    text = kernel.asm["amdgcn" if target.backend == "hip" else "ptx"]  # type: ignore[attr-defined]
+    found = re.search(r"mfma|mma\.sync|wgmma|tcgen05\.mma", text)
+    return _resources(kernel, target) | {"matrix": found[0] if found else ""}
+
+
+def _resources(kernel: object, target: GPUTarget) -> dict[str, object]:
     shared = int(kernel.metadata.shared)  # type: ignore[attr-defined]
     if target.backend == "hip":
         text = kernel.asm["amdgcn"]  # type: ignore[attr-defined]
         fields = {name: int(value) for name, value in re.findall(r"\.(\w+):\s+(\d+)\s*$", text, re.MULTILINE)}
-        spilled = 4 * (fields["vgpr_spill_count"] + fields["sgpr_spill_count"])
-        return {"registers": fields["vgpr_count"], "spilled": spilled, "shared": shared}
+        # Spilled scalar registers go to lanes of a vector register, not to memory.
+        return {"registers": fields["vgpr_count"], "spilled": 4 * fields["vgpr_spill_count"], "shared": shared}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])  # type: ignore[attr-defined]
         file.flush()
