@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 NO_GPU = 77
 WRONG = 1
 PARTS = ("correctness", "decode", "prefill")
-# What the report is cut to, so that a wide terminal is not needed.
 _PEERS = ("torch", "flashinfer")
 
 
@@ -147,7 +146,7 @@ def _speed(kind: str, deadline: Deadline, found: dict[str, object]) -> None:
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     within = (step for step in steps(heads, dtype.itemsize, free) if not deadline.passed(f"{kind} {step.name}"))
-    points = list(_shown(runs.points(within, heads, dtype, device, timer, peak)))
+    points = list(_shown(runs.points(within, heads, dtype, device, timer=timer, peak=peak)))
     print(table(f"{kind}: shares of {peak / 1e12:.2f} {unit}, measured", unit, points), flush=True)
     found[kind] = {"peak": peak, "points": [vars(point) for point in points]}
 

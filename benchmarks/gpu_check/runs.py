@@ -6,6 +6,7 @@ Everything takes a device and a timer, so that tests run all of it but FlashInfe
 from __future__ import annotations
 
 import importlib
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -78,8 +79,10 @@ def largest_error(case: Case, device: torch.device) -> float:
     query_lens, seq_lens = (np.array(column, dtype=np.int32) for column in zip(*case.rows, strict=True))
     positions = [np.arange(seq - query, seq) for query, seq in case.rows]
     slots = np.concatenate(
-        [order[first + own // case.block_size] * case.block_size + own % case.block_size
-         for first, own in zip(indptr, positions, strict=False)]
+        [
+            order[first + own // case.block_size] * case.block_size + own % case.block_size
+            for first, own in zip(indptr, positions, strict=False)
+        ]
     ).astype(np.int64)
     torch.manual_seed(1)
     shape = (2, sum(counts) + 1, case.block_size, heads.num_kv_heads, heads.head_dim)
@@ -96,7 +99,7 @@ def largest_error(case: Case, device: torch.device) -> float:
         expected_cache,
         query_lens=query_lens.tolist(),
         seq_lens=seq_lens.tolist(),
-        block_tables=[order[a:b].tolist() for a, b in zip(indptr[:-1], indptr[1:], strict=True)],
+        block_tables=[order[a:b].tolist() for a, b in itertools.pairwise(indptr)],
         **scores,
         **scales,
     )
@@ -130,7 +133,7 @@ def copies_are_right(device: torch.device) -> bool:
         for source, target in copies:
             layer[:, target] = layer[:, source]
     sources, targets = torch.tensor(copies, device=device).unbind(1)
-    copy_blocks(layers, layer_addresses(layers), sources.contiguous(), targets.contiguous())
+    copy_blocks(layers, layer_addresses(layers), sources, targets)
     return all(torch.equal(layer.cpu(), other) for layer, other in zip(layers, expected, strict=True))
 
 
@@ -167,7 +170,9 @@ def matmul_rate(device: torch.device, timer: Timer, dtype: torch.dtype, size: in
     return 2 * size**3 / timer(lambda: left @ right)
 
 
-def measure_step(step: Step, heads: Heads, dtype: torch.dtype, device: torch.device, timer: Timer, peak: float) -> Point:
+def measure_step(
+    step: Step, heads: Heads, dtype: torch.dtype, device: torch.device, *, timer: Timer, peak: float
+) -> Point:
     """One attention layer over one step's rows, beside the same of others.
 
     Args:
@@ -228,7 +233,7 @@ class _Work:
         return self._own.attend(self._query, *self._states, keys, values, scaling=scaling)
 
     def torch(self) -> Callable[[], torch.Tensor]:
-        """torch's attention over K/V that already lie flat: what it would take without pages."""
+        """What torch takes over K/V that already lie flat: what pages cost shows beside it."""
         step, heads = self._step, self._heads
         shape = (step.rows, step.context, heads.num_kv_heads, heads.head_dim)
         keys, values = torch.randn(2, *shape, device=self._device, dtype=self._query.dtype).transpose(2, 3)
@@ -276,8 +281,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def points(
-    steps: Iterator[Step], heads: Heads, dtype: torch.dtype, device: torch.device, timer: Timer, peak: float
+    steps: Iterator[Step], heads: Heads, dtype: torch.dtype, device: torch.device, *, timer: Timer, peak: float
 ) -> Iterator[Point]:
     """`measure_step` of each."""
     for step in steps:
-        yield measure_step(step, heads, dtype, device, timer, peak)
+        yield measure_step(step, heads, dtype, device, timer=timer, peak=peak)

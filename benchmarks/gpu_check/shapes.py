@@ -46,7 +46,7 @@ class Step:
 
 
 def decode_steps(heads: Heads, itemsize: int, free_bytes: int) -> Iterator[Step]:
-    """1 to 256 sequences of 1 to 32 k tokens, those whose K/V fits three times: in blocks, laid out flat, and to spare."""
+    """1 to 256 sequences of 1 to 32 k tokens, those whose K/V fits three times: in blocks, flat, and to spare."""
     for context in (1024, 4096, 8192, 32768):
         for rows in (1, 8, 32, 64, 256):
             step = Step(rows, 1, context)

@@ -64,7 +64,14 @@ def copy_blocks(
     size = next(size for size in _WORDS if block_bytes % size == 0)
     block_words = block_bytes // size
     copy_blocks_kernel[(len(source), len(layers) * 2, triton.cdiv(block_words, block))](
-        addresses, source, target, num_blocks, block_words, WORD=_WORDS[size], BLOCK=block, num_warps=4
+        addresses,
+        source.contiguous(),
+        target.contiguous(),
+        num_blocks,
+        block_words,
+        WORD=_WORDS[size],
+        BLOCK=block,
+        num_warps=4,
     )
 
 

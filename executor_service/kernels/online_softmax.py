@@ -17,7 +17,7 @@ import triton.language as tl
 
 @triton.jit
 def tanh(x):  # type: ignore[no-untyped-def]
-    """tanh by exp, which every target and the interpreter have. Absolute error about 1e-7 in float32."""
+    """The hyperbolic tangent by exp, which every target has. Absolute error about 1e-7 in float32."""
     return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
 
 
@@ -49,18 +49,28 @@ def attend(  # type: ignore[no-untyped-def]
     """Go on over positions start to end.
 
     Args:
-        acc: (M, BLOCK_D) float32, weighted sum of values; row_max, row_sum: (M,) float32. They come back updated.
+        acc: (M, BLOCK_D) float32, weighted sum of values; comes back updated, like the two that follow.
+        row_max: (M,) float32, largest score.
+        row_sum: (M,) float32, sum of weights.
         query: (M, BLOCK_D) in the type to multiply in, 0 beyond HEAD_DIM.
         query_positions: (M,) int32, read if CAUSAL or HAS_WINDOW.
-        keys: pointer to slot 0 of one head; values: the same.
+        keys: pointer to slot 0 of one head.
+        values: the same.
         table: pointer to the row's first block id.
-        start: first position; end: one past the last. The same for all queries.
+        start: first position, the same for all queries.
+        end: one past the last.
         scale: factor on q k^T: scaling, times the keys' own scale.
         softcap: scores become softcap * tanh(score / softcap), if HAS_SOFTCAP.
         window: a query sees this many positions, its own included, if HAS_WINDOW.
         slot_stride: elements from one slot to the next.
+        HEAD_DIM: elements of a head.
+        BLOCK_SIZE: tokens per block.
+        BLOCK_N: keys at a time.
+        BLOCK_D: HEAD_DIM up to a power of two.
         CAUSAL: a query sees no position after its own; else all of start to end.
         BOUNDED: the last tile may reach past `end`; what lies there is not read.
+        HAS_WINDOW: whether there is a window.
+        HAS_SOFTCAP: whether there is a soft cap.
 
     Masked keys and values are never read, so what unused slots hold, NaN included, can not reach a result.
     """

@@ -182,7 +182,8 @@ def paged_prefill(
         scaling: factor on the scores.
         window: a query sees this many positions, its own included; None means all.
         softcap: scores become softcap * tanh(score / softcap); None leaves them.
-        k_scale: what a stored 1.0 of a key stands for; v_scale: the same for values.
+        k_scale: what a stored 1.0 of a key stands for.
+        v_scale: the same for values.
 
     Shape:
         query: (T, H_q, D); keys, values: (num_slots, H_kv * D); out: (T, H_q, D), contiguous.

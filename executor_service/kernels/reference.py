@@ -28,7 +28,8 @@ def write_kv(
         value: values of all tokens of the step.
         cache: one layer's cache, changed in place.
         slots: block_id * block_size + offset of every token.
-        k_scale: what a stored 1.0 of a key stands for; v_scale: the same for values. Of 8-bit floats only.
+        k_scale: what a stored 1.0 of a key stands for; read for 8-bit floats only.
+        v_scale: the same for values.
 
     Shape:
         key, value: (T, H_kv, D); cache: (2, num_blocks, block_size, H_kv, D); slots: (T,).
@@ -39,8 +40,9 @@ def write_kv(
         for part, (states, scale) in enumerate(((key[token], k_scale), (value[token], v_scale))):
             if cache.itemsize == 1:
                 limit = torch.finfo(cache.dtype).max
-                states = (states.float() / scale).clamp(-limit, limit).to(cache.dtype)
-            cache[part, block, offset] = states
+                cache[part, block, offset] = (states.float() / scale).clamp(-limit, limit).to(cache.dtype)
+            else:
+                cache[part, block, offset] = states
 
 
 def copy_blocks(
@@ -91,7 +93,8 @@ def paged_attention(
         scaling: factor on the scores.
         window: a query sees this many positions, its own included; None means all.
         softcap: scores become softcap * tanh(score / softcap); None leaves them.
-        k_scale: what a stored 1.0 of a key stands for; v_scale: the same for values.
+        k_scale: what a stored 1.0 of a key stands for.
+        v_scale: the same for values.
 
     Shape:
         query: (T, H_q, D) with T = sum(query_lens); cache: (2, num_blocks, block_size, H_kv, D); returns (T, H_q, D).

@@ -56,11 +56,11 @@ class TritonStep(StepAttention):
         self,
         target: Target,
         programs: int,
+        *,
         query_indptr: Int32,
         seq_lens: Int32,
         tables: GroupTables,
         slot_mapping: npt.NDArray[np.int64],
-        *,
         block_size: int,
         device: torch.device,
     ) -> None:
@@ -98,10 +98,16 @@ class TritonStep(StepAttention):
         """Write, then attend; see the base class.
 
         Args:
-            query, key, value, keys, values, scaling: as there; keys and values may be of 8-bit floats.
+            query: as there, like the five that follow.
+            key: as there.
+            value: as there.
+            keys: as there, or of 8-bit floats.
+            values: as there, or of 8-bit floats.
+            scaling: as there.
             window: a query sees this many positions, its own included; None means all.
             softcap: scores become softcap * tanh(score / softcap); None leaves them.
-            k_scale: what a stored 1.0 of a key stands for, in a cache of 8-bit floats; v_scale: the same for values.
+            k_scale: what a stored 1.0 of a key stands for, in a cache of 8-bit floats.
+            v_scale: the same for values.
         """
         _, num_heads, head_dim = query.shape
         shape = {"head_dim": head_dim, "group": num_heads // key.shape[1], "itemsize": query.itemsize}
@@ -212,10 +218,10 @@ class TritonKernels(PagedKernels):
         return TritonStep(
             self._target,
             self._programs,
-            query_indptr,
-            seq_lens,
-            tables,
-            slot_mapping,
+            query_indptr=query_indptr,
+            seq_lens=seq_lens,
+            tables=tables,
+            slot_mapping=slot_mapping,
             block_size=block_size,
             device=device,
         )
@@ -263,7 +269,7 @@ def _require_types(target: Target, device: torch.device, dtype: torch.dtype, kv_
     if target is Target.CUDA and kv_dtype is torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < (8, 9):
         raise BackendError(
             "BAD_CONFIG",
-            f"expected a GPU of compute capability 8.9 or above for fp8_e4m3, got {torch.cuda.get_device_name(device)}; "
+            f"expected a GPU of compute capability 8.9 for fp8_e4m3, got {torch.cuda.get_device_name(device)}; "
             "set --kv-cache-dtype auto or fp8_e5m2",
             kv_cache_dtype=str(kv_dtype),
         )

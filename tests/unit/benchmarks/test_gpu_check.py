@@ -29,9 +29,7 @@ def test_parse_defaults_end_within_eight_minutes() -> None:
         (["--seconds", "nan"], "expected a number of seconds above 0, got nan"),
     ],
 )
-def test_parse_wrong_argument_exits_with_2(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parse_wrong_argument_exits_with_2(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         gpu_check.parse(flags)
     assert caught.value.code == 2
@@ -98,7 +96,7 @@ class TestInterpreted:
             made.append(work())  # type: ignore[operator]
             return 0.5
 
-        point = runs.measure_step(step, SMALL, torch.float32, CPU, timer, peak=100.0)
+        point = runs.measure_step(step, SMALL, torch.float32, CPU, timer=timer, peak=100.0)
         amount = step.kv_bytes(SMALL, 4) if step.query == 1 else step.flops(SMALL)
         assert (point.rate, point.fraction) == (amount / 0.5, amount / 50)
         assert (point.peers["torch"] == 0.5) is peer

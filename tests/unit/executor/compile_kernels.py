@@ -117,9 +117,7 @@ def _compile(
         if name not in UNALIGNED and name not in FLOATS:
             attrs[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants), attrs=attrs)
-    return triton.compile(
-        source, target=target, options={"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    )
+    return triton.compile(source, target=target, options={"num_warps": tile.num_warps, "num_stages": tile.num_stages})
 
 
 def _type_of(name: str, shape: Shape) -> str:
@@ -169,8 +167,7 @@ def report(case: str) -> dict[str, object]:
     """One case compiled and measured."""
     target, shape = case.split()
     kernels = {
-        kernel: usage(found, TARGETS[target])
-        for kernel, found in compiled(shape, SHAPES[shape], TARGETS[target])
+        kernel: usage(found, TARGETS[target]) for kernel, found in compiled(shape, SHAPES[shape], TARGETS[target])
     }
     return {"case": case, "kernels": kernels}
 

@@ -85,4 +85,7 @@ def test_triton_backend_without_gpu_and_interpreter_is_refused(folder: Path) -> 
     environment["PYTHONPATH"] = os.pathsep.join(str(root / part) for part in (".", "proto", "client"))
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert "expected a GPU for the triton backend, got device cpu; use --backend torch on a CPU" in done.stderr + done.stdout
+    assert (
+        "expected a GPU for the triton backend, got device cpu; use --backend torch on a CPU"
+        in done.stderr + done.stdout
+    )

@@ -45,7 +45,7 @@ def test_every_shape_compiles_for_every_target(reports: dict[str, dict[str, dict
 
 @pytest.mark.parametrize("case", cases())
 def test_kernels_keep_their_budgets(case: str, reports: dict[str, dict[str, dict[str, object]]]) -> None:
-    target = case.split()[0]
+    target = case.split(maxsplit=1)[0]
     for kernel, taken in reports[case].items():
         assert taken["spilled"] == 0, (kernel, taken)
         assert 0 < taken["registers"] <= REGISTERS[kernel], (kernel, taken)  # type: ignore[operator]

@@ -96,7 +96,9 @@ def run(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     for row in rows:  # what earlier steps wrote
         before = torch.randn(row.start, 2, kv_heads, dim) / torch.tensor(case.scales).view(1, 2, 1, 1)
         for position in range(row.start):
-            cache[:, row.blocks[position // case.block_size], position % case.block_size] = before[position].to(kv_dtype)
+            cache[:, row.blocks[position // case.block_size], position % case.block_size] = before[position].to(
+                kv_dtype
+            )
     expected_cache = cache.clone()
     slots = torch.from_numpy(step.slot_mappings[0].copy())
     reference.write_kv(key, value, expected_cache, slots, k_scale=k_scale, v_scale=v_scale)
@@ -112,10 +114,10 @@ def run(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     planned = TritonStep(
         Target.INTERPRETER,
         case.programs,
-        step.query_indptr,
-        step.seq_lens,
-        step.tables[0],
-        step.slot_mappings[0],
+        query_indptr=step.query_indptr,
+        seq_lens=step.seq_lens,
+        tables=step.tables[0],
+        slot_mapping=step.slot_mappings[0],
         block_size=case.block_size,
         device=CPU,
     )
@@ -169,10 +171,10 @@ def test_triton_step_not_a_number_stays_in_its_row() -> None:
     planned = TritonStep(
         Target.INTERPRETER,
         4,
-        step.query_indptr,
-        step.seq_lens,
-        step.tables[0],
-        step.slot_mappings[0],
+        query_indptr=step.query_indptr,
+        seq_lens=step.seq_lens,
+        tables=step.tables[0],
+        slot_mapping=step.slot_mappings[0],
         block_size=16,
         device=CPU,
     )
