@@ -71,7 +71,7 @@ def prefill_tile(target: Target, *, head_dim: int, group: int, itemsize: int) ->
     least = _power_of_2(group)
     wide = head_dim > 128
     if itemsize == 4:
-        return Tile(max(32, least), 16 if wide else 32, num_warps=8, num_stages=1)
+        return Tile(max(16, least), 16 if wide else 32, num_warps=4, num_stages=1)
     if wide:
         return Tile(max(64, least), 32, num_warps=8, num_stages=2 if target is Target.CUDA else 1)
     if target is Target.HIP:
