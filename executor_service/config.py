@@ -87,8 +87,8 @@ class ExecutorConfig(BaseSettings):
     backend: str = Field(
         "torch",
         min_length=1,
-        description="What computes: torch, sim, an entry point of group kvplane.backends, or the place of a class, as"
-        " module:class.",
+        description="What computes: torch, triton (own kernels, on a GPU), sim, an entry point of group"
+        " kvplane.backends, or the place of a class, as module:class.",
     )
     model: str = Field("", description="Folder, hub id or GGUF file of the model. The sim backend needs none.")
     model_name: str | None = Field(None, description="Name the model is served under. Default: taken from model.")
@@ -143,8 +143,8 @@ class ExecutorConfig(BaseSettings):
     @model_validator(mode="after")
     def _check_model(self) -> Self:
         """Refuse a missing model here, where the flag can be named, rather than after torch was imported."""
-        if self.backend == "torch" and not self.model:
-            raise ValueError("a folder, hub id or GGUF file as model for the torch backend, got none")
+        if self.backend in ("torch", "triton") and not self.model:
+            raise ValueError(f"a folder, hub id or GGUF file as model for the {self.backend} backend, got none")
         return self
 
 

@@ -12,8 +12,9 @@ import torch
 
 from executor_service.backends.base import BlockCopies, CopyDirection, Int32, NotEnoughMemoryError
 from executor_service.host_blocks import HostBlocks
-from executor_service.kernels.block_copy import copy_from_host, copy_to_host, copy_within
+from executor_service.kernels.block_copy import copy_from_host, copy_to_host
 from executor_service.kernels.fp8 import LayerCodecs
+from executor_service.kernels.paged_kernels import PagedKernels
 from executor_service.kv_cache import KvLayout, PagedKvCache
 
 # Blocks that are copied at once: enough to keep a bus busy. One block at least, however large.
@@ -28,6 +29,7 @@ class KvMemory:
         num_blocks: blocks of the cache, the null block included.
         num_host_blocks: host blocks.
         device: where the cache lies.
+        kernels: what copies within the cache.
         codecs: as `PagedKvCache` takes them.
 
     Raises:
@@ -40,6 +42,8 @@ class KvMemory:
         num_blocks: int,
         num_host_blocks: int,
         device: torch.device,
+        kernels: PagedKernels,
+        *,
         codecs: Sequence[LayerCodecs] = (),
     ) -> None:
         size = layout.bytes_per_block
@@ -57,6 +61,7 @@ class KvMemory:
                 bytes_per_block=size,
             ) from error
         self._device = device
+        self._kernels = kernels
 
     def has(self, num_blocks: int, num_host_blocks: int) -> bool:
         """Whether it is of these sizes."""
@@ -81,7 +86,7 @@ class KvMemory:
             elif run.direction is CopyDirection.HOST_TO_DEVICE:
                 copy_from_host(layers, host, run.source_ids.tolist(), self._ids(run.target_ids), chunk=chunk)
             else:
-                copy_within(layers, self._ids(run.source_ids), self._ids(run.target_ids), chunk=chunk)
+                self._kernels.copy_within(layers, self._ids(run.source_ids), self._ids(run.target_ids), chunk=chunk)
         if self._device.type == "cuda":
             # Once for all of them: what failed is then known to be a copy, and so is what they took.
             torch.cuda.current_stream(self._device).synchronize()

@@ -1,7 +1,7 @@
 """Runs one step through transformers' model code, with attention replaced by the paged one.
 
-Station: called by `backends.torch_backend`; calls the model, `kernels.torch_paged` and `sampler`. It keeps weights and
-nothing of a request.
+Station: called by `backends.torch_backend`; calls the model, the kernels it was given (`kernels.paged_kernels`) and
+`sampler`. It keeps weights and nothing of a request.
 
 How: all rows of a step are laid end to end as one sequence with its own `position_ids`; the model sees no cache and no
 mask. Its attention layers call `_attention_interface`, which finds the step's plan and the cache among its keyword
@@ -19,8 +19,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from executor_service.backends.base import BackendError, RowFailure, StepBatch, StepResult
-from executor_service.kernels.attention_plan import AttentionLimits, AttentionPlan, GatherWorkspace, plan_attention
-from executor_service.kernels.torch_paged import paged_attention
+from executor_service.kernels.paged_kernels import GroupStep, PagedKernels, StepAttention
 from executor_service.kv_cache import PagedKvCache
 from executor_service.layer_groups import LayerGroups, layer_windows
 from executor_service.sampler import sample
@@ -35,7 +34,7 @@ _REFUSED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "attention_mask")
 class PagedStep:
     """What attention needs of a step besides queries, keys and values: a plan for each KV group."""
 
-    plans: Sequence[AttentionPlan]
+    attention: Sequence[StepAttention]
     cache: PagedKvCache
     groups: LayerGroups
 
@@ -100,11 +99,10 @@ def _attention_interface(
         scaling = query.shape[-1] ** -0.5
     if isinstance(paged_step, PagedStep):
         page = paged_step.groups.page_of[layer]
-        plan = paged_step.plans[paged_step.groups.group_of[layer]]
         keys, values = paged_step.cache.keys[page], paged_step.cache.values[page]
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-        codecs = paged_step.cache.codecs[page]
-        out = paged_attention(q, k, v, keys, values, plan=plan, scaling=scaling, codecs=codecs)
+        attention = paged_step.attention[paged_step.groups.group_of[layer]]
+        out = attention.attend(q, k, v, keys, values, scaling=scaling, codecs=paged_step.cache.codecs[page])
         return out.unsqueeze(0), None
     if paged_step is None:
         raise BackendError(
@@ -172,19 +170,19 @@ class ModelRunner:
 
     Args:
         model: weights, in evaluation mode, with `ATTENTION_NAME` as attention.
-        limits: bounds of the attention workspace.
+        kernels: what writes K/V and attends.
         groups: which layers share a block table, and which page of a block is whose.
 
     Attributes:
         dtype: the type that the model computes in.
     """
 
-    def __init__(self, model: PreTrainedModel, limits: AttentionLimits, groups: LayerGroups) -> None:
+    def __init__(self, model: PreTrainedModel, kernels: PagedKernels, groups: LayerGroups) -> None:
         self.dtype = model.dtype
         self._model = model
         self._groups = groups
         self._device = model.device
-        self._limits = limits
+        self._kernels = kernels
 
     @torch.inference_mode()
     def run(self, batch: StepBatch, cache: PagedKvCache) -> StepResult:
@@ -217,27 +215,19 @@ class ModelRunner:
                 f"expected one block table per row for each of {len(windows)} KV groups, got {len(batch.tables)}",
                 step_id=batch.step_id,
             )
-        workspace = GatherWorkspace()
-        plans = [
-            plan_attention(
-                batch.query_indptr,
-                batch.seq_lens,
-                tables,
-                slots,
-                block_size=cache.layout.block_size,
-                limits=self._limits,
-                device=self._device,
-                window=window,
-                workspace=workspace,
-            )
-            for window, tables, slots in zip(windows, batch.tables, batch.slot_mappings, strict=True)
-        ]
+        attention = self._kernels.plan(
+            batch.query_indptr,
+            batch.seq_lens,
+            list(map(GroupStep, windows, batch.tables, batch.slot_mappings)),
+            block_size=cache.layout.block_size,
+            device=self._device,
+        )
         output = self._model(
             input_ids=self._to_device(batch.token_ids),
             position_ids=self._to_device(batch.positions),
             use_cache=False,
             logits_to_keep=self._last_tokens(batch),
-            paged_step=PagedStep(plans, cache, self._groups),
+            paged_step=PagedStep(attention, cache, self._groups),
         )
         return output.logits[0]
 

@@ -8,6 +8,10 @@ import pytest
 
 from kvmanager_service.core import is_compiled
 
+# Before anything imports Triton, which transformers does: its kernels run in the interpreter, here and in every process
+# that a test starts. Those that compile them instead say so in their environment.
+os.environ["TRITON_INTERPRET"] = "1"
+
 
 def pytest_report_header() -> str:
     return f"core: {'compiled by mypyc' if is_compiled() else 'pure Python'}"

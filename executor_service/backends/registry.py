@@ -25,6 +25,7 @@ ENTRY_POINT_GROUP = "kvplane.backends"
 # The same as in pyproject.toml, for a source tree whose distribution is not installed.
 _BUILT_IN = {
     "torch": "executor_service.backends.torch_backend:TorchBackend",
+    "triton": "executor_service.backends.triton_backend:TritonBackend",
     "sim": "executor_service.backends.sim_backend:SimBackend",
 }
 

@@ -26,6 +26,8 @@ from executor_service.backends.base import (
 from executor_service.devices import resolve_device
 from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.kernels.fp8 import FP8_TYPES, LayerCodecs, layer_codecs
+from executor_service.kernels.paged_kernels import PagedKernels
+from executor_service.kernels.torch_paged import TorchKernels
 from executor_service.kv_cache import KvLayout, PagedKvCache
 from executor_service.kv_memory import KvMemory, copy_workspace_bytes
 from executor_service.kv_scales import (
@@ -54,7 +56,7 @@ from executor_service.memory_profiler import (
 from executor_service.model_loader import LoadedModel, load_model
 from executor_service.model_runner import ModelRunner, probe
 from executor_service.packed_linear import pack_linear_layers, warm_up
-from executor_service.profile_batch import SCRATCH_BLOCKS, reserved_index_bytes, worst_batch
+from executor_service.profile_batch import SCRATCH_BLOCKS, worst_batch
 
 MAX_LOGPROBS = 20
 # One gather of K and V: large enough for good batches, small enough to be no term of the memory profile.
@@ -133,6 +135,7 @@ class TorchBackend(Backend):
         self._codecs: list[LayerCodecs] = []
         self._groups: LayerGroups | None = None
         self._limits: AttentionLimits | None = None
+        self._kernels: PagedKernels | None = None
         self._memory: KvMemory | None = None
         self._weights_bytes = 0
 
@@ -166,7 +169,8 @@ class TorchBackend(Backend):
                 # Beside what is read, K or V as it is stored, and as indices of two bytes a value.
                 gathered += layout.bytes_per_token_and_layer * 3 // 2
             self._limits = AttentionLimits(max(1, _GATHER_BYTES // gathered))
-            self._runner = ModelRunner(loaded.model, self._limits, groups)
+            self._kernels = self._make_kernels(loaded, layout, self._limits)
+            self._runner = ModelRunner(loaded.model, self._kernels, groups)
             self._groups = groups
             require_swap_space(config.swap_space, layout.bytes_per_block)
             packed = pack_linear_layers(loaded.model, lambda: probe(loaded.model, loaded.vocab_size))
@@ -243,7 +247,8 @@ class TorchBackend(Backend):
             self._memory.clear()
             return
         self._drop_memory()
-        self._memory = KvMemory(layout, num_blocks, num_host_blocks, self._device, self._codecs)
+        assert self._kernels is not None
+        self._memory = KvMemory(layout, num_blocks, num_host_blocks, self._device, self._kernels, codecs=self._codecs)
 
     def copy_blocks(self, copies: Sequence[BlockCopies]) -> None:
         """Copy blocks of all layers; see the base class."""
@@ -275,6 +280,11 @@ class TorchBackend(Backend):
         """Give back weights and cache."""
         self._runner = self._loaded = None
         self._drop_memory()
+
+    def _make_kernels(self, loaded: LoadedModel, layout: KvLayout, limits: AttentionLimits) -> PagedKernels:
+        """What writes K/V and attends; a backend with other kernels makes them here. Raises BackendError."""
+        del loaded, layout
+        return TorchKernels(limits)
 
     def _ready(self) -> tuple[LoadedModel, KvLayout, ModelRunner]:
         if self._loaded is None or self._layout is None or self._runner is None:
@@ -327,6 +337,7 @@ class TorchBackend(Backend):
         loaded, layout, runner = self._ready()
         assert self._limits is not None
         assert self._groups is not None
+        assert self._kernels is not None
         windows = self._groups.windows
         scratch = PagedKvCache(layout, SCRATCH_BLOCKS, self._device, self._codecs)
         batch = worst_batch(
@@ -339,8 +350,8 @@ class TorchBackend(Backend):
             limits=self._limits,
             num_groups=len(windows),
         )
-        index_bytes = reserved_index_bytes(max_num_seqs, loaded.max_model_len, self._limits, windows)
-        reserved = torch.ones(index_bytes, dtype=torch.uint8, device=self._device)
+        reserved_bytes = self._kernels.reserved_bytes(max_num_seqs, loaded.max_model_len, windows)
+        reserved = torch.ones(reserved_bytes, dtype=torch.uint8, device=self._device)
         warm_up(loaded.model, max_num_batched_tokens)
         runner.run(batch, scratch)
         del reserved

@@ -75,8 +75,9 @@ def paged_attention(
     scaling: float,
     scales: tuple[float, float] = (1.0, 1.0),
     window: int = 0,
+    softcap: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention of every row over its own blocks: softmax(scaling * q k^T) v.
+    """Causal attention of every row over its own blocks: softmax(cap(scaling * q k^T)) v.
 
     Args:
         query: queries of all rows, row after row.
@@ -87,6 +88,7 @@ def paged_attention(
         scaling: factor on the scores.
         scales: what a stored 1 stands for, in K and in V.
         window: tokens that a token sees, itself included; 0 for all before it.
+        softcap: scores become softcap * tanh(score / softcap); None leaves them.
 
     Shape:
         query: (T, H_q, D) with T = sum(query_lens); cache: (2, num_blocks, block_size, H_kv, D); returns (T, H_q, D).
@@ -104,7 +106,10 @@ def paged_attention(
             for head in range(query.shape[1]):
                 seen_k = keys[first : position + 1, head // group]
                 seen_v = values[first : position + 1, head // group]
-                weights = torch.softmax(scaling * (seen_k @ query[token, head].double()), dim=0)
+                scores = scaling * (seen_k @ query[token, head].double())
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                weights = torch.softmax(scores, dim=0)
                 out[token, head] = (weights @ seen_v).to(query.dtype)
             token += 1
     return out

@@ -1,7 +1,7 @@
 """Paged attention in plain torch, for CPU and CUDA.
 
-Station: called once per layer by `model_runner`'s attention function, with the plan that `attention_plan` made of the
-step. The oracle is `reference`.
+Station: called once per layer by `model_runner`'s attention function, through `paged_kernels`, with the plan that
+`attention_plan` made of the step. The oracle is `reference`.
 
 How: K/V of all tokens are written to their slots first. Decode rows are gathered group by group; the query heads that
 share a KV head act as the query length, so K/V are never repeated for grouped-query attention. Prefill rows run one by
@@ -16,11 +16,89 @@ Memory: one gather holds at most `AttentionLimits.gather_tokens` tokens, or one 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from executor_service.kernels.attention_plan import AttentionLimits, AttentionPlan, DecodeGroup
+from executor_service.backends.base import Int32
+from executor_service.kernels.attention_plan import (
+    AttentionLimits,
+    AttentionPlan,
+    DecodeGroup,
+    GatherWorkspace,
+    plan_attention,
+)
+from executor_service.kernels.block_copy import copy_within
 from executor_service.kernels.fp8 import PLAIN, Fp8Codec, LayerCodecs
+from executor_service.kernels.paged_kernels import GroupStep, PagedKernels, StepAttention
+from executor_service.profile_batch import reserved_index_bytes
+
+
+class TorchStep(StepAttention):
+    """One step's plan for a KV group, and `paged_attention` on it."""
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        self._plan = plan
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scaling: float,
+        codecs: LayerCodecs = PLAIN,
+    ) -> torch.Tensor:
+        """Write, then attend; see the base class."""
+        return paged_attention(query, key, value, keys, values, plan=self._plan, scaling=scaling, codecs=codecs)
+
+
+class TorchKernels(PagedKernels):
+    """Plain torch as kernels. Args: limits: bounds of the workspace."""
+
+    def __init__(self, limits: AttentionLimits) -> None:
+        self._limits = limits
+
+    def plan(
+        self,
+        query_indptr: Int32,
+        seq_lens: Int32,
+        groups: Sequence[GroupStep],
+        *,
+        block_size: int,
+        device: torch.device,
+    ) -> Sequence[TorchStep]:
+        """Make the step's index tensors; see the base class."""
+        workspace = GatherWorkspace()
+        return [
+            TorchStep(
+                plan_attention(
+                    query_indptr,
+                    seq_lens,
+                    group.tables,
+                    group.slot_mapping,
+                    block_size=block_size,
+                    limits=self._limits,
+                    device=device,
+                    window=group.window,
+                    workspace=workspace,
+                )
+            )
+            for group in groups
+        ]
+
+    def copy_within(
+        self, layers: Sequence[torch.Tensor], source: torch.Tensor, target: torch.Tensor, *, chunk: int
+    ) -> None:
+        """Copy blocks within the cache; see the base class."""
+        copy_within(layers, source, target, chunk=chunk)
+
+    def reserved_bytes(self, max_num_seqs: int, max_model_len: int, windows: Sequence[int]) -> int:
+        """The index tensors of decode rows."""
+        return reserved_index_bytes(max_num_seqs, max_model_len, self._limits, windows)
 
 
 def paged_attention(

@@ -16,7 +16,7 @@ START_NET_S = 900.0
 
 
 class ModelCluster(Cluster):
-    """A manager and an executor with the torch backend, on CPU."""
+    """A manager and an executor, with the torch backend if not said, on CPU."""
 
     def start_model(self, model: Path, manager: dict[str, object] | None = None, **executor: object) -> ServiceProcess:
         """Start both and wait until requests are admitted; returns the executor.
@@ -35,7 +35,7 @@ class ModelCluster(Cluster):
     def start_model_executor(self, model: Path, **settings: object) -> ServiceProcess:
         """Start an executor and do not wait for it."""
         fixed: dict[str, object] = {"backend": "torch", "device": "cpu", "dtype": "float32", "num_threads": 2}
-        return self.start_executor(wait=False, **fixed, model=model, **settings)
+        return self.start_executor(wait=False, model=model, **(fixed | settings))
 
 
 def wait_patiently(process: ServiceProcess, event: str, *others: ServiceProcess, count: int = 1) -> Event:

@@ -19,6 +19,7 @@ from executor_service.backends.torch_backend import TorchBackend, TorchBackendCo
 from executor_service.kernels import torch_paged
 from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.kernels.fp8 import FP8_TYPES, layer_codecs
+from executor_service.kernels.torch_paged import TorchKernels
 from executor_service.kv_cache import KvLayout, PagedKvCache
 from executor_service.kv_memory import KvMemory
 from executor_service.kv_scales import calibrated_scales, calibration_passages
@@ -44,14 +45,15 @@ class Engine:
         model = load_model(str(folder), device=CPU, dtype="float32").model
         windows, kv_heads, dim = probe(model, VOCAB_SIZE)
         layers = len(windows)
-        self.runner = ModelRunner(model, AttentionLimits(gather_tokens=1 << 16), group_layers(windows))
+        kernels = TorchKernels(AttentionLimits(gather_tokens=1 << 16))
+        self.runner = ModelRunner(model, kernels, group_layers(windows))
         layout, codecs = KvLayout(layers, kv_heads, dim, BLOCK_SIZE, torch.float32), []
         if stored is not None:
             passages = calibration_passages({}, VOCAB_SIZE, 256)
             scales = calibrated_scales(self.runner, layout, stored, passages, CPU)
             layout = KvLayout(layers, kv_heads, dim, BLOCK_SIZE, FP8_TYPES[stored])
             codecs = layer_codecs(FP8_TYPES[stored], scales.keys, scales.values)
-        self.memory = KvMemory(layout, 40, 16, CPU, codecs)
+        self.memory = KvMemory(layout, 40, 16, CPU, kernels, codecs=codecs)
         self.cache: PagedKvCache = self.memory.cache
 
     def compute(self, start: int, end: int, table: list[int]) -> torch.Tensor:

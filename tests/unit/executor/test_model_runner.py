@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from executor_service.backends.base import BackendError, PenaltyHistory
 from executor_service.kernels.attention_plan import AttentionLimits
+from executor_service.kernels.torch_paged import TorchKernels
 from executor_service.kv_cache import KvLayout, PagedKvCache
 from executor_service.layer_groups import group_layers
 from executor_service.model_loader import load_model
@@ -47,7 +48,7 @@ class Harness:
         groups = group_layers(windows)
         self.block_size = block_size
         self.cache = PagedKvCache(KvLayout(groups.num_pages, kv_heads, dim, block_size, torch.float32), num_blocks, CPU)
-        self.runner = ModelRunner(model, limits or AttentionLimits(gather_tokens=1 << 16), groups)
+        self.runner = ModelRunner(model, TorchKernels(limits or AttentionLimits(gather_tokens=1 << 16)), groups)
         self.free = np.random.default_rng(block_size).permutation(np.arange(1, num_blocks)).tolist()
 
     def take(self, tokens: int) -> list[int]:

@@ -1,0 +1,33 @@
+"""The triton backend: the torch backend with Triton's kernels in place of torch's for everything that touches K/V.
+
+Station: built and driven like `torch_backend`, from which it takes all but the kernels. It wants a GPU; on a CPU it
+runs only in Triton's interpreter (TRITON_INTERPRET=1), which tests use.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from executor_service.backends.torch_backend import TorchBackend
+from executor_service.kernels.attention_plan import AttentionLimits
+from executor_service.kernels.paged_kernels import PagedKernels
+from executor_service.kernels.triton_paged import TritonKernels
+from executor_service.kv_cache import KvLayout
+from executor_service.model_loader import LoadedModel
+
+
+class TritonBackend(TorchBackend):
+    """Runs steps with torch and the Triton kernels; what it is told and what it promises are the torch backend's."""
+
+    def _make_kernels(self, loaded: LoadedModel, layout: KvLayout, limits: AttentionLimits) -> PagedKernels:
+        """Triton's kernels. Raises BackendError: not on this device, or not for this model."""
+        del limits
+        config = loaded.model.config.get_text_config(decoder=True)
+        return TritonKernels(
+            torch.device(loaded.model.device),
+            dtype=loaded.dtype,
+            kv_dtype=layout.dtype,
+            num_heads=int(config.num_attention_heads),
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+        )

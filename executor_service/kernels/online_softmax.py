@@ -1,0 +1,119 @@
+"""The loop that decode and prefill share: attention of one tile of queries over a run of positions, in one pass.
+
+Station: inlined by Triton into `paged_decode` and `paged_prefill`. It reads K/V through a block table and keeps, for
+every query, the largest score so far, the sum of weights relative to it, and the weighted sum of values.
+
+Formula, over tiles of keys, in base 2 (scores are multiplied by log2(e) once):
+    m' = max(m, max_n s_n);  l' = l 2^(m - m') + sum_n 2^(s_n - m');  a' = a 2^(m - m') + sum_n 2^(s_n - m') v_n
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao, "FlashAttention-2" (2023).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tanh(x):  # type: ignore[no-untyped-def]
+    """The hyperbolic tangent by exp, which every target has. Absolute error about 1e-7 in float32."""
+    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
+
+
+@triton.jit
+def attend(  # type: ignore[no-untyped-def]
+    acc,
+    row_max,
+    row_sum,
+    query,
+    query_positions,
+    keys,
+    values,
+    table,
+    start,
+    end,
+    scale,
+    softcap,
+    window,
+    slot_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Go on over positions start to end.
+
+    Args:
+        acc: (M, BLOCK_D) float32, weighted sum of values; comes back updated, like the two that follow.
+        row_max: (M,) float32, largest score.
+        row_sum: (M,) float32, sum of weights.
+        query: (M, BLOCK_D) in the type to multiply in, 0 beyond HEAD_DIM.
+        query_positions: (M,) int32, read if CAUSAL or HAS_WINDOW.
+        keys: pointer to slot 0 of one head.
+        values: the same.
+        table: pointer to the row's first block id.
+        start: first position, the same for all queries.
+        end: one past the last.
+        scale: factor on q k^T: scaling, times the keys' own scale.
+        softcap: scores become softcap * tanh(score / softcap), if HAS_SOFTCAP.
+        window: a query sees this many positions, its own included, if HAS_WINDOW.
+        slot_stride: elements from one slot to the next.
+        HEAD_DIM: elements of a head.
+        BLOCK_SIZE: tokens per block.
+        BLOCK_N: keys at a time.
+        BLOCK_D: HEAD_DIM up to a power of two.
+        CAUSAL: a query sees no position after its own; else all of start to end.
+        BOUNDED: the last tile may reach past `end`; what lies there is not read.
+        HAS_WINDOW: whether there is a window.
+        HAS_SOFTCAP: whether there is a soft cap.
+
+    Masked keys and values are never read, so what unused slots hold, NaN included, can not reach a result.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    offsets = tl.arange(0, BLOCK_N)
+    for first in range(start, end, BLOCK_N):
+        positions = first + offsets
+        if BOUNDED:
+            inside = positions < end
+            blocks = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0)
+        else:
+            inside = positions >= 0
+            blocks = tl.load(table + positions // BLOCK_SIZE)
+        slots = blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        key_places = keys + slots[None, :] * slot_stride + dims[:, None]
+        value_places = values + slots[:, None] * slot_stride + dims[None, :]
+        if BLOCK_D != HEAD_DIM:
+            key = tl.load(key_places, mask=inside[None, :] & (dims[:, None] < HEAD_DIM), other=0.0)
+            value = tl.load(value_places, mask=inside[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
+        elif BOUNDED:
+            key = tl.load(key_places, mask=inside[None, :], other=0.0)
+            value = tl.load(value_places, mask=inside[:, None], other=0.0)
+        else:
+            key = tl.load(key_places)
+            value = tl.load(value_places)
+        # "ieee" keeps float32 exact; without effect on narrower types.
+        scores = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            scores = softcap * tanh(scores / softcap)
+        scores *= 1.4426950408889634  # log2(e)
+        if CAUSAL or BOUNDED or HAS_WINDOW:
+            seen = inside[None, :]
+            if CAUSAL:
+                seen &= positions[None, :] <= query_positions[:, None]
+            if HAS_WINDOW:
+                seen &= positions[None, :] > query_positions[:, None] - window
+            scores = tl.where(seen, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        # A query that has seen no key yet has a largest score of -inf, and -inf - -inf is NaN.
+        pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores - pivot[:, None])
+        decay = tl.exp2(row_max - pivot)
+        row_sum = row_sum * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(query.dtype), value.to(query.dtype), acc * decay[:, None], input_precision="ieee")
+        row_max = new_max
+    return acc, row_max, row_sum

@@ -1,0 +1,222 @@
+"""Causal attention of rows with several query tokens, over their blocks: prefix and this step's own tokens alike.
+
+Station: launched by `triton_paged` in every layer for the tiles of `PrefillTiles`. The oracle is
+`reference.paged_attention`.
+
+How: a program takes a run of a row's query tokens with all query heads that share one KV head, so that K/V are read
+once for all of them; query m of its tile is head m % GROUP of token m // GROUP. Positions that all of its queries see
+go without a mask; those at the diagonal, and all where there is a window, with one. Which program has which row is
+laid out by the host, longest first, so ragged rows cost no idle programs.
+
+Source: Dao, "FlashAttention-2" (2023); packing the heads of a group: Kwon et al., vLLM's unified attention (2025).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from executor_service.kernels.launch_shapes import Tile
+from executor_service.kernels.online_softmax import attend
+
+
+@triton.jit(do_not_specialize=["window"])
+def paged_prefill_kernel(  # type: ignore[no-untyped-def]
+    out,
+    query,
+    keys,
+    values,
+    tile_rows,
+    tile_starts,
+    query_indptr,
+    seq_lens,
+    block_indptr,
+    block_ids,
+    scale,
+    v_scale,
+    softcap,
+    window,
+    query_token_stride,
+    query_head_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """BLOCK_M // GROUP query tokens of one row and KV head. Grid: (tiles, H_kv)."""
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    row = tl.load(tile_rows + tile)
+    start = tl.load(tile_starts + tile)
+    first_token = tl.load(query_indptr + row)
+    query_len = tl.load(query_indptr + row + 1) - first_token
+    seq_len = tl.load(seq_lens + row)
+    members = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    run: tl.constexpr = BLOCK_M // GROUP
+    places = start + members // GROUP
+    heads = kv_head * GROUP + members % GROUP
+    real = (members < run * GROUP) & (places < query_len)
+    mask = real[:, None] & (dims[None, :] < HEAD_DIM)
+    tokens = (first_token + places).to(tl.int64)
+    sources = query + tokens[:, None] * query_token_stride + heads[:, None] * query_head_stride + dims[None, :]
+    states = tl.load(sources, mask=mask, other=0.0)
+    context = seq_len - query_len
+    query_positions = context + places
+    # Positions that any query of the tile sees; and, from the first on, those that all of them see.
+    end = context + tl.minimum(start + run, query_len)
+    first = 0
+    seen_by_all = (context + start + 1) // BLOCK_N * BLOCK_N
+    if HAS_WINDOW:
+        first = tl.maximum(context + start - window + 1, 0) // BLOCK_N * BLOCK_N
+        seen_by_all = first
+    acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    head_keys = keys + kv_head * HEAD_DIM
+    head_values = values + kv_head * HEAD_DIM
+    table = block_ids + tl.load(block_indptr + row)
+    if not HAS_WINDOW:
+        acc, row_max, row_sum = attend(
+            acc,
+            row_max,
+            row_sum,
+            states,
+            query_positions,
+            head_keys,
+            head_values,
+            table,
+            first,
+            seen_by_all,
+            scale,
+            softcap,
+            window,
+            NUM_KV_HEADS * HEAD_DIM,
+            HEAD_DIM=HEAD_DIM,
+            BLOCK_SIZE=BLOCK_SIZE,
+            BLOCK_N=BLOCK_N,
+            BLOCK_D=BLOCK_D,
+            CAUSAL=False,
+            BOUNDED=False,
+            HAS_WINDOW=False,
+            HAS_SOFTCAP=HAS_SOFTCAP,
+        )
+    acc, row_max, row_sum = attend(
+        acc,
+        row_max,
+        row_sum,
+        states,
+        query_positions,
+        head_keys,
+        head_values,
+        table,
+        seen_by_all,
+        end,
+        scale,
+        softcap,
+        window,
+        NUM_KV_HEADS * HEAD_DIM,
+        HEAD_DIM=HEAD_DIM,
+        BLOCK_SIZE=BLOCK_SIZE,
+        BLOCK_N=BLOCK_N,
+        BLOCK_D=BLOCK_D,
+        CAUSAL=True,
+        BOUNDED=True,
+        HAS_WINDOW=HAS_WINDOW,
+        HAS_SOFTCAP=HAS_SOFTCAP,
+    )
+    acc = acc / row_sum[:, None] * v_scale
+    targets = out + (tokens[:, None] * (NUM_KV_HEADS * GROUP) + heads[:, None]) * HEAD_DIM + dims[None, :]
+    tl.store(targets, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True)
+class PrefillTiles:
+    """The rows of a step with several query tokens, cut into runs of `tile.block_m // group` of them.
+
+    Shape:
+        rows: (N,) int32, the row of each run; starts: (N,) int32, its first query token within the row; the others as
+        in `DecodeRows`.
+    """
+
+    rows: torch.Tensor
+    starts: torch.Tensor
+    query_indptr: torch.Tensor
+    seq_lens: torch.Tensor
+    block_indptr: torch.Tensor
+    block_ids: torch.Tensor
+    block_size: int
+
+
+def paged_prefill(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    step: PrefillTiles,
+    *,
+    tile: Tile,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """Attend, causally: softmax(cap(scaling * q k^T)) v over each row's blocks, for rows with several query tokens.
+
+    Args:
+        query: queries of all tokens; the last dimension contiguous, the others as they come.
+        keys: the layer's key cache, with this step's keys written.
+        values: the layer's value cache.
+        out: result, changed at the tokens of these rows only.
+        step: the rows' runs.
+        tile: sizes of a program; the same that the runs were cut for.
+        scaling: factor on the scores.
+        window: a query sees this many positions, its own included; None means all.
+        softcap: scores become softcap * tanh(score / softcap); None leaves them.
+        k_scale: what a stored 1.0 of a key stands for.
+        v_scale: the same for values.
+
+    Shape:
+        query: (T, H_q, D); keys, values: (num_slots, H_kv * D); out: (T, H_q, D), contiguous.
+    """
+    _, num_heads, head_dim = query.shape
+    kv_heads = keys.shape[1] // head_dim
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    paged_prefill_kernel[(len(step.rows), kv_heads)](
+        out,
+        query,
+        keys,
+        values,
+        step.rows,
+        step.starts,
+        step.query_indptr,
+        step.seq_lens,
+        step.block_indptr,
+        step.block_ids,
+        float(scaling * k_scale),
+        float(v_scale),
+        float(softcap or 0.0),
+        int(window or 0),
+        query.stride(0),
+        query.stride(1),
+        NUM_KV_HEADS=kv_heads,
+        GROUP=num_heads // kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=step.block_size,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        HAS_WINDOW=window is not None,
+        HAS_SOFTCAP=softcap is not None,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )

@@ -1,0 +1,290 @@
+"""Paged attention by the Triton kernels of this package, on CUDA or ROCm; on a CPU in Triton's interpreter, for tests.
+
+Station: built by `backends.triton_backend`; called through `paged_kernels`. The oracle is `reference`.
+
+How: once a step the rows' tables go to the device as they came, and rows are cut into programs: those with one query
+token into splits of their context, those with more into runs of queries. A layer is then two to four launches: write
+K/V, decode (and its reduction), prefill.
+
+Memory: `paged_decode`'s splits, bounded by `launch_shapes.most_splits`, and the step's tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+
+from executor_service.backends.base import BackendError, Int32
+from executor_service.kernels.copy_blocks import copy_blocks, layer_addresses
+from executor_service.kernels.fp8 import PLAIN, LayerCodecs
+from executor_service.kernels.launch_shapes import (
+    MAX_HEAD_DIM,
+    PROGRAMS_PER_PROCESSOR,
+    Target,
+    decode_splits,
+    decode_tile,
+    most_splits,
+    prefill_runs,
+    prefill_tile,
+    split_length,
+)
+from executor_service.kernels.paged_decode import DecodeRows, paged_decode, paged_decode_kernel
+from executor_service.kernels.paged_kernels import GroupStep, PagedKernels, StepAttention
+from executor_service.kernels.paged_prefill import PrefillTiles, paged_prefill
+from executor_service.kernels.write_kv import write_kv
+
+# The interpreter's programs run one after the other: as few as there can be, and yet more than one split.
+_INTERPRETED_PROGRAMS = 4
+_INTERPRETED_BLOCK_T = 256
+
+
+class TritonStep(StepAttention):
+    """One step.
+
+    Args:
+        target: what the kernels run on.
+        programs: how many programs decode is cut into.
+        query_indptr, seq_lens, group, block_size, device: as in `PagedKernels.plan`, of one KV group.
+
+    Layers may differ in heads: what depends on them is laid out when a layer first asks.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        programs: int,
+        *,
+        query_indptr: Int32,
+        seq_lens: Int32,
+        group: GroupStep,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self._target = target
+        self._programs = programs
+        self._device = device
+        self._block_size = block_size
+        self._host_query_indptr = query_indptr
+        self._host_seq_lens = seq_lens
+        # One transfer for all, not four.
+        self._query_indptr, self._seq_lens, self._block_indptr, self._block_ids = self._upload(
+            query_indptr, seq_lens, group.tables.block_indptr, group.tables.block_ids
+        )
+        self._window = group.window or None
+        self._write_slots = torch.from_numpy(np.array(group.slot_mapping, dtype=np.int64)).to(device)
+        query_lens = np.diff(query_indptr)
+        self._decode_rows = np.flatnonzero(query_lens == 1).astype(np.int32)
+        self._has_prefill = len(self._decode_rows) < len(query_lens)
+        self._decode: dict[tuple[int, int], DecodeRows] = {}
+        self._prefill: dict[int, PrefillTiles] = {}
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scaling: float,
+        codecs: LayerCodecs = PLAIN,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Write, then attend; see the base class.
+
+        Args:
+            query: as there, like the six that follow.
+            key: as there.
+            value: as there.
+            keys: as there.
+            values: as there.
+            scaling: as there.
+            codecs: as there.
+            softcap: scores become softcap * tanh(score / softcap); None leaves them.
+        """
+        k_scale = v_scale = 1.0
+        if codecs.keys is not None and codecs.values is not None:
+            # The kernels convert; the codecs only say how.
+            k_scale, v_scale = codecs.keys.scale, codecs.values.scale
+            keys, values = keys.view(codecs.keys.dtype), values.view(codecs.values.dtype)
+        _, num_heads, head_dim = query.shape
+        shape = {"head_dim": head_dim, "group": num_heads // key.shape[1], "itemsize": query.itemsize}
+        interpreted = self._target is Target.INTERPRETER
+        block_t = _INTERPRETED_BLOCK_T if interpreted else 16
+        write_kv(key, value, keys, values, self._write_slots, k_scale=k_scale, v_scale=v_scale, block_t=block_t)
+        scores = {
+            "scaling": scaling,
+            "window": self._window,
+            "softcap": softcap,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+        }
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if len(self._decode_rows):
+            tile = decode_tile(self._target, **shape)
+            rows = self._rows(key.shape[1], tile.block_n)
+            paged_decode(query, keys, values, out, rows, tile=tile, **scores)
+        if self._has_prefill:
+            tile = prefill_tile(self._target, **shape)
+            tiles = self._tiles(tile.block_m // shape["group"])
+            paged_prefill(query, keys, values, out, tiles, tile=tile, **scores)
+        return out
+
+    def _rows(self, kv_heads: int, block_n: int) -> DecodeRows:
+        """The decode rows' splits for layers with so many KV heads."""
+        known = self._decode.get((kv_heads, block_n))
+        if known is None:
+            lengths = self._host_seq_lens[self._decode_rows]
+            split_len = split_length(lengths, kv_heads=kv_heads, block_n=block_n, programs=self._programs)
+            splits = decode_splits(self._decode_rows, lengths, split_len)
+            known = self._decode[kv_heads, block_n] = DecodeRows(
+                *self._upload(splits.rows, splits.indptr, splits.split_rows, splits.split_numbers),
+                query_indptr=self._query_indptr,
+                seq_lens=self._seq_lens,
+                block_indptr=self._block_indptr,
+                block_ids=self._block_ids,
+                block_size=self._block_size,
+                split_len=split_len,
+            )
+        return known
+
+    def _tiles(self, run: int) -> PrefillTiles:
+        """The other rows' runs of so many query tokens."""
+        known = self._prefill.get(run)
+        if known is None:
+            known = self._prefill[run] = PrefillTiles(
+                *self._upload(*prefill_runs(self._host_query_indptr, self._host_seq_lens, run)),
+                query_indptr=self._query_indptr,
+                seq_lens=self._seq_lens,
+                block_indptr=self._block_indptr,
+                block_ids=self._block_ids,
+                block_size=self._block_size,
+            )
+        return known
+
+    def _upload(self, *columns: Int32) -> Sequence[torch.Tensor]:
+        """Columns on the device, in one piece."""
+        whole = torch.from_numpy(np.concatenate(columns)).to(self._device)
+        return whole.split([len(column) for column in columns])
+
+
+class TritonKernels(PagedKernels):
+    """The kernels for one model on one device.
+
+    Args:
+        device: where the cache lies.
+        dtype: the type that the model computes in.
+        kv_dtype: the cache's type.
+        num_heads: query heads of a layer, the most of any.
+        num_kv_heads: KV heads of a layer, the fewest of any.
+        head_dim: elements of a head, the most of any layer.
+
+    Raises:
+        BackendError: the kernels do not run there, or not with these types or heads.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+    ) -> None:
+        self._target = _target(device)
+        _require_types(self._target, device, dtype, kv_dtype)
+        if head_dim > MAX_HEAD_DIM:
+            raise BackendError(
+                "MODEL_NOT_SUPPORTED",
+                f"expected heads of at most {MAX_HEAD_DIM} elements for the triton backend, got {head_dim}; "
+                "use --backend torch",
+                head_dim=head_dim,
+            )
+        self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
+        self._programs = _INTERPRETED_PROGRAMS
+        if device.type == "cuda":
+            processors = int(torch.cuda.get_device_properties(device).multi_processor_count)
+            self._programs = PROGRAMS_PER_PROCESSOR * processors
+
+    def plan(
+        self,
+        query_indptr: Int32,
+        seq_lens: Int32,
+        groups: Sequence[GroupStep],
+        *,
+        block_size: int,
+        device: torch.device,
+    ) -> Sequence[TritonStep]:
+        """Put the step's tables on the device; see the base class."""
+        return [
+            TritonStep(
+                self._target,
+                self._programs,
+                query_indptr=query_indptr,
+                seq_lens=seq_lens,
+                group=group,
+                block_size=block_size,
+                device=device,
+            )
+            for group in groups
+        ]
+
+    def copy_within(
+        self, layers: Sequence[torch.Tensor], source: torch.Tensor, target: torch.Tensor, *, chunk: int
+    ) -> None:
+        """Copy blocks within the cache, all at once: they take no workspace, so `chunk` is of no use here."""
+        del chunk
+        copy_blocks(layers, layer_addresses(layers), source, target)
+
+    def reserved_bytes(self, max_num_seqs: int, max_model_len: int, windows: Sequence[int]) -> int:
+        """The splits' partial results of one layer, and two copies of the largest table of each KV group."""
+        splits = most_splits(max_num_seqs, kv_heads=self._num_kv_heads, programs=self._programs)
+        return splits * self._num_heads * (self._head_dim + 1) * 4 + 2 * len(windows) * max_num_seqs * max_model_len * 4
+
+
+def _target(device: torch.device) -> Target:
+    """What kernels for this device are compiled for.
+
+    Raises:
+        BackendError: a CPU, and the kernels are not interpreted.
+    """
+    if not isinstance(paged_decode_kernel, triton.JITFunction):
+        return Target.INTERPRETER
+    if device.type != "cuda":
+        raise BackendError(
+            "BAD_DEVICE",
+            f"expected a GPU for the triton backend, got device {device}; use --backend torch on a CPU "
+            "(TRITON_INTERPRET=1 in the environment has its kernels interpreted there, for tests: correct and slow)",
+            device=str(device),
+        )
+    return Target.CUDA if torch.version.hip is None else Target.HIP
+
+
+def _require_types(target: Target, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Refuse types that the target computes wrongly, or not at all."""
+    if target is Target.INTERPRETER and torch.bfloat16 in (dtype, kv_dtype):
+        raise BackendError(
+            "BAD_CONFIG",
+            "expected float32 or float16 in Triton's interpreter, which computes bfloat16 wrongly, got bfloat16; "
+            "set --dtype float32",
+            dtype=str(dtype),
+        )
+    if target is Target.INTERPRETER and kv_dtype.itemsize == 1:
+        raise BackendError(
+            "BAD_CONFIG",
+            "expected K/V as they are in Triton's interpreter, which rounds to 8-bit floats wrongly, got "
+            f"{kv_dtype}; set --kv-cache-dtype auto",
+            kv_cache_dtype=str(kv_dtype),
+        )
+    if target is Target.CUDA and kv_dtype is torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < (8, 9):
+        raise BackendError(
+            "BAD_CONFIG",
+            f"expected a GPU of compute capability 8.9 for fp8_e4m3, got {torch.cuda.get_device_name(device)}; "
+            "set --kv-cache-dtype auto or fp8_e5m2",
+            kv_cache_dtype=str(kv_dtype),
+        )
