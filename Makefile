@@ -107,16 +107,16 @@ test-compose: $(INSTALLED) ## build the images, bring the compose stack up, gene
 	PATH="$(CURDIR)/$(BIN):$$PATH" deploy/test_compose.sh
 
 .PHONY: constraints
-constraints: ## write constraints.txt anew from the newest releases that pyproject.toml admits (torch stays)
+constraints: ## write constraints.txt anew from the newest releases that pyproject.toml admits (torch and triton stay)
 	@$(require-python)
 	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
 	$(PYTHON) -m venv "$$fresh"; \
-	grep '^torch==' constraints.txt >"$$fresh/torch.txt"; \
+	grep -E '^(torch|triton)==' constraints.txt >"$$fresh/torch.txt"; \
 	"$$fresh/bin/python" $(PIP_INSTALL) -r "$$fresh/torch.txt"; \
 	"$$fresh/bin/python" $(PIP_INSTALL) -c "$$fresh/torch.txt" -e '.[dev]'; \
 	grep '^#' constraints.txt >"$$fresh/new.txt"; \
 	"$$fresh/bin/python" -m pip freeze --exclude-editable | sed 's/+cpu$$//' \
-	  | grep -v -E '^(nvidia-.*-cu[0-9]+|nvidia-cu.*|cuda-.*|triton)==' >>"$$fresh/new.txt"; \
+	  | grep -v -E '^(nvidia-.*-cu[0-9]+|nvidia-cu.*|cuda-.*)==' >>"$$fresh/new.txt"; \
 	cp "$$fresh/new.txt" constraints.txt
 
 .PHONY: clean
