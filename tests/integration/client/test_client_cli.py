@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -581,7 +582,13 @@ def test_blocks_draws_a_map_a_list_and_json(cli: Cli) -> None:
     assert "01" * 16 in listed
     assert "used, cached, provisional" in listed
     assert [block["block_id"] for block in document["blocks"]] == [1, 2, 3]
-    assert document["blocks"][1] == {"block_id": 2, "ref_cnt": 1, "block_hash": None, "provisional": False}
+    assert document["blocks"][1] == {
+        "block_id": 2,
+        "ref_cnt": 1,
+        "block_hash": None,
+        "provisional": False,
+        "group": 0,
+    }
 
 
 def test_executors_and_model_info_describe_the_server(cli: Cli) -> None:
@@ -823,7 +830,7 @@ def test_help_fits_80_columns_and_cuts_nothing(name: str) -> None:
 
     assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown
-    words = shown.replace("│", " ").split()
+    words = re.split(r"[│,\s]+", shown)
     for parameter in command.params:
         names = [text for text in (*parameter.opts, *parameter.secondary_opts) if text.startswith("-")]
         assert all(text in words for text in names), f"{names}: {shown}"
