@@ -184,16 +184,16 @@ def stream_out(output: SyncGenerationStream, *, as_json: bool, stream: bool, as_
             if as_json:
                 print_json(chunk)
             elif piece := _shown(chunk, as_ids):
+                ends_line = piece.endswith("\n")  # first: an interrupt may come right after the piece
                 write_text(piece)
-                ends_line = piece.endswith("\n")
         if not stream:
             completion = builder.build()
             if as_json:
                 print_json(completion)
             else:
                 whole = _shown(completion, as_ids)
-                write_text(whole)
                 ends_line = whole.endswith("\n")
+                write_text(whole)
     finally:
         if not ends_line:  # what comes next may be an error's message
             write_text("\n")
