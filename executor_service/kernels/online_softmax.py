@@ -11,8 +11,29 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (201
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a layer makes of queries and stored K/V: softmax(cap(scaling * q k^T)) v.
+
+    Attributes:
+        scaling: factor on the scores.
+        window: a query sees this many positions, its own included; None means all.
+        softcap: scores become softcap * tanh(score / softcap); None leaves them.
+        k_scale: what a stored 1.0 of a key stands for.
+        v_scale: the same for values.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 @triton.jit

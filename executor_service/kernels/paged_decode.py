@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from executor_service.kernels.launch_shapes import Tile
-from executor_service.kernels.online_softmax import attend
+from executor_service.kernels.online_softmax import Scores, attend
 
 
 @triton.jit(do_not_specialize=["split_len", "window"])
@@ -195,11 +195,7 @@ def paged_decode(
     step: DecodeRows,
     *,
     tile: Tile,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    scores: Scores,
 ) -> None:
     """Attend: softmax(cap(scaling * q k^T)) v over each row's blocks, for rows with one query token.
 
@@ -210,11 +206,7 @@ def paged_decode(
         out: result, changed at the tokens of these rows only.
         step: the rows.
         tile: sizes of a program.
-        scaling: factor on the scores.
-        window: a query sees this many positions, its own included; None means all.
-        softcap: scores become softcap * tanh(score / softcap); None leaves them.
-        k_scale: what a stored 1.0 of a key stands for.
-        v_scale: the same for values.
+        scores: what is made of queries and keys.
 
     Shape:
         query: (T, H_q, D); keys, values: (num_slots, H_kv * D); out: (T, H_q, D), contiguous.
@@ -243,10 +235,10 @@ def paged_decode(
         step.seq_lens,
         step.block_indptr,
         step.block_ids,
-        float(scaling * k_scale),
-        float(v_scale),
-        float(softcap or 0.0),
-        int(window or 0),
+        float(scores.scaling * scores.k_scale),
+        float(scores.v_scale),
+        float(scores.softcap or 0.0),
+        int(scores.window or 0),
         step.split_len,
         query.stride(0),
         query.stride(1),
@@ -258,8 +250,8 @@ def paged_decode(
         BLOCK_N=tile.block_n,
         BLOCK_D=block_d,
         SPLIT=is_split,
-        HAS_WINDOW=window is not None,
-        HAS_SOFTCAP=softcap is not None,
+        HAS_WINDOW=scores.window is not None,
+        HAS_SOFTCAP=scores.softcap is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -272,14 +264,14 @@ def paged_decode(
             step.split_indptr,
             step.query_indptr,
             step.seq_lens,
-            float(v_scale),
-            int(window or 0),
+            float(scores.v_scale),
+            int(scores.window or 0),
             step.split_len,
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
             BLOCK_S=16,
             BLOCK_D=block_d,
-            HAS_WINDOW=window is not None,
+            HAS_WINDOW=scores.window is not None,
             num_warps=4,
             num_stages=2,
         )

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from executor_service.kernels.launch_shapes import Tile
-from executor_service.kernels.online_softmax import attend
+from executor_service.kernels.online_softmax import Scores, attend
 
 
 @triton.jit(do_not_specialize=["window"])
@@ -164,11 +164,7 @@ def paged_prefill(
     step: PrefillTiles,
     *,
     tile: Tile,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    scores: Scores,
 ) -> None:
     """Attend, causally: softmax(cap(scaling * q k^T)) v over each row's blocks, for rows with several query tokens.
 
@@ -179,11 +175,7 @@ def paged_prefill(
         out: result, changed at the tokens of these rows only.
         step: the rows' runs.
         tile: sizes of a program; the same that the runs were cut for.
-        scaling: factor on the scores.
-        window: a query sees this many positions, its own included; None means all.
-        softcap: scores become softcap * tanh(score / softcap); None leaves them.
-        k_scale: what a stored 1.0 of a key stands for.
-        v_scale: the same for values.
+        scores: what is made of queries and keys.
 
     Shape:
         query: (T, H_q, D); keys, values: (num_slots, H_kv * D); out: (T, H_q, D), contiguous.
@@ -202,10 +194,10 @@ def paged_prefill(
         step.seq_lens,
         step.block_indptr,
         step.block_ids,
-        float(scaling * k_scale),
-        float(v_scale),
-        float(softcap or 0.0),
-        int(window or 0),
+        float(scores.scaling * scores.k_scale),
+        float(scores.v_scale),
+        float(scores.softcap or 0.0),
+        int(scores.window or 0),
         query.stride(0),
         query.stride(1),
         NUM_KV_HEADS=kv_heads,
@@ -215,8 +207,8 @@ def paged_prefill(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=triton.next_power_of_2(head_dim),
-        HAS_WINDOW=window is not None,
-        HAS_SOFTCAP=softcap is not None,
+        HAS_WINDOW=scores.window is not None,
+        HAS_SOFTCAP=scores.softcap is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

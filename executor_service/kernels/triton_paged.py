@@ -31,6 +31,7 @@ from executor_service.kernels.launch_shapes import (
     prefill_tile,
     split_length,
 )
+from executor_service.kernels.online_softmax import Scores
 from executor_service.kernels.paged_decode import DecodeRows, paged_decode, paged_decode_kernel
 from executor_service.kernels.paged_kernels import GroupStep, PagedKernels, StepAttention
 from executor_service.kernels.paged_prefill import PrefillTiles, paged_prefill
@@ -115,22 +116,16 @@ class TritonStep(StepAttention):
         interpreted = self._target is Target.INTERPRETER
         block_t = _INTERPRETED_BLOCK_T if interpreted else 16
         write_kv(key, value, keys, values, self._write_slots, k_scale=k_scale, v_scale=v_scale, block_t=block_t)
-        scores = {
-            "scaling": scaling,
-            "window": self._window,
-            "softcap": softcap,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-        }
+        scores = Scores(scaling, self._window, softcap, k_scale, v_scale)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if len(self._decode_rows):
             tile = decode_tile(self._target, **shape)
             rows = self._rows(key.shape[1], tile.block_n)
-            paged_decode(query, keys, values, out, rows, tile=tile, **scores)
+            paged_decode(query, keys, values, out, rows, tile=tile, scores=scores)
         if self._has_prefill:
             tile = prefill_tile(self._target, **shape)
             tiles = self._tiles(tile.block_m // shape["group"])
-            paged_prefill(query, keys, values, out, tiles, tile=tile, **scores)
+            paged_prefill(query, keys, values, out, tiles, tile=tile, scores=scores)
         return out
 
     def _rows(self, kv_heads: int, block_n: int) -> DecodeRows:

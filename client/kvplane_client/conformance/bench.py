@@ -490,7 +490,7 @@ class _Nobody(Judge):
     tolerance = 0.0
 
     async def expected(self, sequences: Sequence[Tokens]) -> list[Expected]:
-        raise NotImplementedError
+        raise AssertionError(f"an output of {len(sequences)} sequences was handed to nobody to judge")
 
 
 async def _collected(call: Any) -> list[pb.ListBlockTagsResponse]:
