@@ -120,6 +120,11 @@ class ExecutorConfig(BaseSettings):
         None, ge=2, description="KV blocks (the null block included), in place of what was measured."
     )
     num_threads: int | None = Field(None, ge=1, description="CPU threads to compute with. Default: torch's own.")
+    enforce_eager: bool = Field(
+        False,
+        description="Launch the kernels of every decode step one by one. Default: on a GPU, and where the backend's"
+        " kernels allow it (triton), decode steps are recorded as CUDA graphs and replayed.",
+    )
     cache_dir: Path | None = Field(None, description="Folder for converted models. Default: the user's cache folder.")
     exit_with_parent: bool = Field(
         False,

@@ -1,13 +1,18 @@
-"""Where a model computes.
+"""Where a model computes, and how arrays get there.
 
-Station: called by `backends.torch_backend` with what the user asked for.
+Station: called by `backends.torch_backend` with what the user asked for, and by whoever puts a step on the device.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 
 from executor_service.backends.base import BackendError
+
+_TORCH_TYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
 def resolve_device(name: str) -> torch.device:
@@ -30,3 +35,21 @@ def resolve_device(name: str) -> torch.device:
             device=name,
         )
     return torch.device(f"cuda:{int(index or 0)}")
+
+
+def staged(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+    """A copy of a host array of int32 or int64 on its way to the device: page-locked if that is a GPU.
+
+    torch's allocator of such memory hands none of it out again before the copies that read it are done.
+    """
+    tensor = torch.empty(array.shape, dtype=_TORCH_TYPES[array.dtype], pin_memory=device.type == "cuda")
+    tensor.numpy()[...] = array
+    return tensor
+
+
+def upload(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+    """A copy of a host array of int32 or int64 on the device.
+
+    The host does not wait for it: what is launched later on the same stream finds it there.
+    """
+    return staged(array, device).to(device, non_blocking=True)

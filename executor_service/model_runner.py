@@ -19,6 +19,8 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from executor_service.backends.base import BackendError, RowFailure, StepBatch, StepResult
+from executor_service.decode_graphs import DecodeGraphs, Recorder
+from executor_service.devices import upload
 from executor_service.kernels.paged_kernels import GroupStep, PagedKernels, StepAttention
 from executor_service.kv_cache import PagedKvCache
 from executor_service.layer_groups import LayerGroups, layer_windows
@@ -183,6 +185,40 @@ class ModelRunner:
         self._groups = groups
         self._device = model.device
         self._kernels = kernels
+        self._graphs: DecodeGraphs | None = None
+
+    def use_graphs(self, graphs: DecodeGraphs | None) -> None:
+        """From now on, steps that decode are replayed from these recordings; None computes all steps one by one."""
+        self._graphs = graphs
+
+    def record_graphs(
+        self, cache: PagedKvCache, sizes: Sequence[int], *, vocab_size: int, max_model_len: int, record: Recorder
+    ) -> DecodeGraphs:
+        """Record decode steps over a cache.
+
+        Args:
+            cache: its addresses become part of the recordings.
+            sizes: numbers of rows, rising.
+            vocab_size: logits of a row.
+            max_model_len: tokens of the longest row.
+            record: how.
+
+        Raises:
+            BackendError: the model cannot be recorded.
+        """
+        block_size = cache.layout.block_size
+        return DecodeGraphs(
+            lambda tokens, positions, attention: self._compute(tokens, positions, 0, attention, cache),
+            self._kernels,
+            windows=self._groups.windows,
+            sizes=sizes,
+            vocab_size=vocab_size,
+            dtype=self.dtype,
+            blocks_per_row=-(-max_model_len // block_size),
+            block_size=block_size,
+            device=self._device,
+            record=record,
+        )
 
     @torch.inference_mode()
     def run(self, batch: StepBatch, cache: PagedKvCache) -> StepResult:
@@ -215,6 +251,10 @@ class ModelRunner:
                 f"expected one block table per row for each of {len(windows)} KV groups, got {len(batch.tables)}",
                 step_id=batch.step_id,
             )
+        if self._graphs is not None:
+            replayed = self._graphs.forward(batch)
+            if replayed is not None:
+                return replayed
         attention = self._kernels.plan(
             batch.query_indptr,
             batch.seq_lens,
@@ -222,11 +262,23 @@ class ModelRunner:
             block_size=cache.layout.block_size,
             device=self._device,
         )
+        tokens, positions = self._to_device(batch.token_ids), self._to_device(batch.positions)
+        return self._compute(tokens, positions, self._last_tokens(batch), attention, cache)
+
+    def _compute(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | int,
+        attention: Sequence[StepAttention],
+        cache: PagedKvCache,
+    ) -> torch.Tensor:
+        """The model's forward pass. Shape: tokens, positions (1, T); returns (S, V)."""
         output = self._model(
-            input_ids=self._to_device(batch.token_ids),
-            position_ids=self._to_device(batch.positions),
+            input_ids=tokens,
+            position_ids=positions,
             use_cache=False,
-            logits_to_keep=self._last_tokens(batch),
+            logits_to_keep=wanted,
             paged_step=PagedStep(attention, cache, self._groups),
         )
         return output.logits[0]
@@ -238,11 +290,11 @@ class ModelRunner:
         last = batch.query_indptr[batch.sampling.rows + 1].astype(np.int64) - 1
         if len(last) == len(batch.token_ids) and (last[1:] > last[:-1]).all():
             return 0
-        return torch.from_numpy(last).to(self._device)
+        return upload(last, self._device)
 
     def _to_device(self, column: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> torch.Tensor:
         """One sequence of int64. Shape: (T,) to (1, T)."""
-        return torch.from_numpy(column.astype(np.int64)).to(self._device).unsqueeze(0)
+        return upload(column.astype(np.int64), self._device).unsqueeze(0)
 
 
 def _rows_with_bad_kv(batch: StepBatch, cache: PagedKvCache, groups: LayerGroups) -> list[int]:

@@ -6,6 +6,7 @@ together: `model_loader`, `memory_profiler`, `kv_memory`, `model_runner`; each o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from executor_service.backends.base import (
     StepBatch,
     StepResult,
 )
+from executor_service.decode_graphs import Recorder, cuda_recorder, graph_sizes
 from executor_service.devices import resolve_device
 from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.kernels.fp8 import FP8_TYPES, LayerCodecs, layer_codecs
@@ -85,6 +87,8 @@ class TorchBackendConfig:
             are part of the device's memory.
         num_blocks_override: this many blocks, whatever fits; None measures.
         num_threads: torch's threads; None leaves torch's choice (OMP_NUM_THREADS).
+        enforce_eager: never record decode steps as CUDA graphs; without a GPU, or with kernels that cannot be recorded,
+            none is anyway.
         cache_dir: where converted GGUF files lie; None is `default_cache_dir()`.
     """
 
@@ -100,6 +104,7 @@ class TorchBackendConfig:
     swap_space: int = 0
     num_blocks_override: int | None = None
     num_threads: int | None = None
+    enforce_eager: bool = False
     cache_dir: Path | None = None
 
     def __post_init__(self) -> None:
@@ -138,6 +143,7 @@ class TorchBackend(Backend):
         self._kernels: PagedKernels | None = None
         self._memory: KvMemory | None = None
         self._weights_bytes = 0
+        self._graph_sizes: tuple[int, ...] = ()
 
     def load(self) -> ModelInfo:
         """Load the weights and learn the K/V geometry; see the base class."""
@@ -199,6 +205,7 @@ class TorchBackend(Backend):
         self._drop_memory()
         num_host_blocks = self._config.swap_space // layout.bytes_per_block
         self._admit_host_blocks(num_host_blocks * layout.bytes_per_block)
+        self._graph_sizes = graph_sizes(max_num_seqs) if self._recorder() is not None else ()
         with PeakMeter(self._device) as meter:
             self._run_worst_step(max_num_batched_tokens, max_num_seqs)
         release_free_memory(self._device)
@@ -249,6 +256,7 @@ class TorchBackend(Backend):
         self._drop_memory()
         assert self._kernels is not None
         self._memory = KvMemory(layout, num_blocks, num_host_blocks, self._device, self._kernels, codecs=self._codecs)
+        self._record_graphs(self._memory.cache)
 
     def copy_blocks(self, copies: Sequence[BlockCopies]) -> None:
         """Copy blocks of all layers; see the base class."""
@@ -299,6 +307,8 @@ class TorchBackend(Backend):
     def _drop_memory(self) -> None:
         """Give back cache and host blocks. They are gone even if it raises BackendError: pages may stay locked then."""
         memory, self._memory = self._memory, None
+        if self._runner is not None:
+            self._runner.use_graphs(None)  # they know the cache by its addresses
         try:
             if memory is not None:
                 memory.close()
@@ -351,12 +361,34 @@ class TorchBackend(Backend):
             num_groups=len(windows),
         )
         reserved_bytes = self._kernels.reserved_bytes(max_num_seqs, loaded.max_model_len, windows)
+        self._record_graphs(scratch)  # what they hold, they hold beside every step
         reserved = torch.ones(reserved_bytes, dtype=torch.uint8, device=self._device)
         warm_up(loaded.model, max_num_batched_tokens)
         runner.run(batch, scratch)
         del reserved
         # Copies run before a step, never beside it.
         torch.ones(copy_workspace_bytes(layout), dtype=torch.uint8, device=self._device)
+        runner.use_graphs(None)
+
+    def _recorder(self) -> Recorder | None:
+        """What records decode steps; None where they are not."""
+        kernels = self._kernels
+        if self._config.enforce_eager or self._device.type != "cuda" or kernels is None or not kernels.can_record:
+            return None
+        return cuda_recorder(self._device)
+
+    def _record_graphs(self, cache: PagedKvCache) -> None:
+        """Record decode steps over a cache, if at all. Raises BackendError: the model does not allow it."""
+        loaded, _, runner = self._ready()
+        record = self._recorder()
+        if record is None or not self._graph_sizes:
+            return
+        start = time.monotonic()
+        sizes, vocab_size, length = self._graph_sizes, loaded.vocab_size, loaded.max_model_len
+        runner.use_graphs(
+            runner.record_graphs(cache, sizes, vocab_size=vocab_size, max_model_len=length, record=record)
+        )
+        _log.info("decode_graphs_recorded", sizes=len(sizes), most_rows=sizes[-1], seconds=time.monotonic() - start)
 
     def _quantized(self, loaded: LoadedModel, layout: KvLayout, runner: ModelRunner, name: str) -> LoadedModel:
         """Find the scales, and with them the codecs and what the model is called from then on."""

@@ -96,6 +96,17 @@ def split_length(lengths: Int32, *, kv_heads: int, block_n: int, programs: int) 
     return -(-max(share, MIN_SPLIT) // block_n) * block_n
 
 
+def splits_per_row(num_rows: int, *, kv_heads: int, programs: int) -> int:
+    """Splits of each row where lengths are not known: about `programs` programs over all rows, one split at least.
+
+    Args:
+        num_rows: rows of the step.
+        kv_heads: KV heads, each of which has programs of its own.
+        programs: how many keep the device busy.
+    """
+    return max(1, programs // (num_rows * kv_heads))
+
+
 @dataclass(frozen=True)
 class DecodeSplits:
     """Decode rows cut into splits.

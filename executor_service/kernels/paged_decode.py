@@ -7,6 +7,9 @@ How: a program takes one split of one row's context, and one KV head with all qu
 read once. Where any row has more than one split, each split leaves its weighted mean of values and the log of its sum
 of weights; `reduce_splits_kernel` puts them together. Memory traffic is K/V once, and a few per cent for the splits.
 
+Splits are cut by the host, who knows all lengths, or by the programs themselves: so many for each row, whatever its
+length, where a launch is recorded once and replayed over other rows.
+
 Source: Dao et al., "Flash-Decoding for long-context inference" (2023).
 """
 
@@ -18,8 +21,15 @@ import torch
 import triton
 import triton.language as tl
 
-from executor_service.kernels.launch_shapes import Tile
+from executor_service.kernels.launch_shapes import MIN_SPLIT, Tile
 from executor_service.kernels.online_softmax import Scores, attend
+
+
+@triton.jit
+def own_split_len(length, PER_ROW: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Positions of each of PER_ROW splits that a row of this length is cut into: whole tiles, LEAST at least."""
+    share = tl.maximum((length + PER_ROW - 1) // PER_ROW, LEAST)
+    return (share + BLOCK_N - 1) // BLOCK_N * BLOCK_N
 
 
 @triton.jit(do_not_specialize=["split_len", "window"])
@@ -51,17 +61,28 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    LEAST: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
     """One split of one row and KV head. Grid: (splits, H_kv)."""
     split = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    row = tl.load(split_rows + split)
+    if PER_ROW:
+        row = (split // PER_ROW).to(tl.int32)
+        number = (split % PER_ROW).to(tl.int32)
+    else:
+        row = tl.load(split_rows + split)
+        number = tl.load(split_numbers + split)
     seq_len = tl.load(seq_lens + row)
-    start = tl.load(split_numbers + split) * split_len
+    first = 0
     if HAS_WINDOW:
-        start += tl.maximum(seq_len - window, 0)
+        first = tl.maximum(seq_len - window, 0)
+    if PER_ROW:
+        split_len = own_split_len(seq_len - first, PER_ROW, BLOCK_N, LEAST)
+    start = first + number * split_len
+    if HAS_WINDOW or PER_ROW:  # noqa: SIM102 - known when it is compiled, unlike what follows
         if start >= seq_len:
             return
     token = tl.load(query_indptr + row).to(tl.int64)
@@ -127,19 +148,30 @@ def reduce_splits_kernel(  # type: ignore[no-untyped-def]
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    LEAST: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
     """The splits of one row and query head put together. Grid: (rows, H_q)."""
     place = tl.program_id(0)
     head = tl.program_id(1)
-    row = tl.load(rows + place)
+    if PER_ROW:
+        row = place
+        first_split = place.to(tl.int64) * PER_ROW
+    else:
+        row = tl.load(rows + place)
+        first_split = tl.load(split_indptr + place).to(tl.int64)
     length = tl.load(seq_lens + row)
     if HAS_WINDOW:
         length = tl.minimum(length, window)
+    if PER_ROW:
+        if length == 0:
+            return
+        split_len = own_split_len(length, PER_ROW, BLOCK_N, LEAST)
     num_splits = (length + split_len - 1) // split_len
     dims = tl.arange(0, BLOCK_D)
-    first_split = tl.load(split_indptr + place).to(tl.int64)
     acc = tl.zeros((BLOCK_D,), dtype=tl.float32)
     # A maximum over one value is kept as a vector of one: Triton's loops carry tensors of one type.
     pivot_before = tl.full((1,), float("-inf"), dtype=tl.float32)
@@ -172,7 +204,10 @@ class DecodeRows:
 
     Shape:
         rows: (B,), split_indptr: (B + 1,), split_rows, split_numbers: (S,), query_indptr: (R + 1,), seq_lens: (R,),
-        block_indptr: (R + 1,), block_ids: (block_indptr[R],); all int32.
+        block_indptr: (R + 1,), block_ids: (block_indptr[R],) or longer; all int32.
+
+    With `splits_per_row` above 0 they are all rows of the step, each cut into so many splits by the kernels, and the
+    five that say how rows are cut mean nothing. A row of length 0 is none: nothing is written of it, or NaN.
     """
 
     rows: torch.Tensor
@@ -185,6 +220,22 @@ class DecodeRows:
     block_ids: torch.Tensor
     block_size: int
     split_len: int
+    splits_per_row: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return len(self.seq_lens if self.splits_per_row else self.rows)
+
+    @property
+    def num_splits(self) -> int:
+        """S, over all rows."""
+        return self.splits_per_row * len(self.seq_lens) or len(self.split_rows)
+
+
+def reduce_block(splits_per_row: int) -> int:
+    """Splits that `reduce_splits_kernel` loads at once: fewer where it works out their lengths itself, in registers."""
+    return 8 if splits_per_row else 16
 
 
 def paged_decode(
@@ -213,9 +264,9 @@ def paged_decode(
     """
     _, num_heads, head_dim = query.shape
     kv_heads = keys.shape[1] // head_dim
-    num_splits = len(step.split_rows)
+    num_splits = step.num_splits
     query = query if query.stride(-1) == 1 else query.contiguous()
-    is_split = num_splits > len(step.rows)
+    is_split = num_splits > step.num_rows
     partial = log_sums = out
     if is_split:
         shape = (num_splits, num_heads)
@@ -250,13 +301,15 @@ def paged_decode(
         BLOCK_N=tile.block_n,
         BLOCK_D=block_d,
         SPLIT=is_split,
+        PER_ROW=step.splits_per_row,
+        LEAST=MIN_SPLIT,
         HAS_WINDOW=scores.window is not None,
         HAS_SOFTCAP=scores.softcap is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
     if is_split:
-        reduce_splits_kernel[(len(step.rows), num_heads)](
+        reduce_splits_kernel[(step.num_rows, num_heads)](
             out,
             partial,
             log_sums,
@@ -269,8 +322,11 @@ def paged_decode(
             step.split_len,
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
-            BLOCK_S=16,
+            BLOCK_S=reduce_block(step.splits_per_row),
+            BLOCK_N=tile.block_n,
             BLOCK_D=block_d,
+            PER_ROW=step.splits_per_row,
+            LEAST=MIN_SPLIT,
             HAS_WINDOW=scores.window is not None,
             num_warps=4,
             num_stages=2,

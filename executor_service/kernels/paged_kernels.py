@@ -33,6 +33,22 @@ class GroupStep(NamedTuple):
     slot_mapping: npt.NDArray[np.int64]
 
 
+class DeviceTables(NamedTuple):
+    """The rows of a step in one KV group, on the device. What it is recorded over may be longer than it says.
+
+    Shape:
+        query_indptr: (R + 1,); seq_lens: (R,); block_indptr: (R + 1,); block_ids: (block_indptr[R],); all int32.
+        slots: (T,) int64, of every token; -1 where K/V are not stored.
+    """
+
+    query_indptr: torch.Tensor
+    seq_lens: torch.Tensor
+    block_indptr: torch.Tensor
+    block_ids: torch.Tensor
+    slots: torch.Tensor
+    block_size: int
+
+
 class StepAttention(ABC):
     """Attention of one step; what it holds is the same for every layer of a KV group."""
 
@@ -90,6 +106,23 @@ class PagedKernels(ABC):
         Shape:
             query_indptr: (R + 1,); seq_lens: (R,).
         """
+
+    @property
+    def can_record(self) -> bool:
+        """Whether `plan_decode` is there: launches that do not depend on what the host knows of a step's lengths."""
+        return False
+
+    def plan_decode(self, groups: Sequence[DeviceTables], windows: Sequence[int]) -> Sequence[StepAttention]:
+        """Attention of decode steps whose tables are overwritten between them: one sequence of launches for all.
+
+        Args:
+            groups: tables of each KV group; rows of length 0 and without slots are padding.
+            windows: of each KV group, as in `GroupStep`.
+
+        Raises:
+            NotImplementedError: `can_record` is false.
+        """
+        raise NotImplementedError(f"expected kernels that can be recorded, got {type(self).__name__}")
 
     @abstractmethod
     def copy_within(

@@ -4,13 +4,15 @@ Station: built by `backends.triton_backend`; called through `paged_kernels`. The
 
 How: once a step the rows' tables go to the device as they came, and rows are cut into programs: those with one query
 token into splits of their context, those with more into runs of queries. A layer is then two to four launches: write
-K/V, decode (and its reduction), prefill.
+K/V, decode (and its reduction), prefill. Of a step that is recorded to be replayed (`decode_graphs`), the kernels cut
+rows themselves.
 
 Memory: `paged_decode`'s splits, bounded by `launch_shapes.most_splits`, and the step's tables.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,6 +20,7 @@ import torch
 import triton
 
 from executor_service.backends.base import BackendError, Int32
+from executor_service.devices import upload
 from executor_service.kernels.copy_blocks import copy_blocks, layer_addresses
 from executor_service.kernels.fp8 import PLAIN, LayerCodecs
 from executor_service.kernels.launch_shapes import (
@@ -30,10 +33,11 @@ from executor_service.kernels.launch_shapes import (
     prefill_runs,
     prefill_tile,
     split_length,
+    splits_per_row,
 )
 from executor_service.kernels.online_softmax import Scores
 from executor_service.kernels.paged_decode import DecodeRows, paged_decode, paged_decode_kernel
-from executor_service.kernels.paged_kernels import GroupStep, PagedKernels, StepAttention
+from executor_service.kernels.paged_kernels import DeviceTables, GroupStep, PagedKernels, StepAttention
 from executor_service.kernels.paged_prefill import PrefillTiles, paged_prefill
 from executor_service.kernels.write_kv import write_kv
 
@@ -42,45 +46,19 @@ _INTERPRETED_PROGRAMS = 4
 _INTERPRETED_BLOCK_T = 256
 
 
-class TritonStep(StepAttention):
-    """One step.
+class TritonAttention(StepAttention):
+    """Attention of one step over tables that are on the device; subclasses say how its rows are cut into programs.
 
     Args:
         target: what the kernels run on.
-        programs: how many programs decode is cut into.
-        query_indptr, seq_lens, group, block_size, device: as in `PagedKernels.plan`, of one KV group.
-
-    Layers may differ in heads: what depends on them is laid out when a layer first asks.
+        tables: the step's rows.
+        window: as in `GroupStep`.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        programs: int,
-        *,
-        query_indptr: Int32,
-        seq_lens: Int32,
-        group: GroupStep,
-        block_size: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, target: Target, tables: DeviceTables, window: int) -> None:
         self._target = target
-        self._programs = programs
-        self._device = device
-        self._block_size = block_size
-        self._host_query_indptr = query_indptr
-        self._host_seq_lens = seq_lens
-        # One transfer for all, not four.
-        self._query_indptr, self._seq_lens, self._block_indptr, self._block_ids = self._upload(
-            query_indptr, seq_lens, group.tables.block_indptr, group.tables.block_ids
-        )
-        self._window = group.window or None
-        self._write_slots = torch.from_numpy(np.array(group.slot_mapping, dtype=np.int64)).to(device)
-        query_lens = np.diff(query_indptr)
-        self._decode_rows = np.flatnonzero(query_lens == 1).astype(np.int32)
-        self._has_prefill = len(self._decode_rows) < len(query_lens)
-        self._decode: dict[tuple[int, int], DecodeRows] = {}
-        self._prefill: dict[int, PrefillTiles] = {}
+        self._tables = tables
+        self._window = window or None
 
     def attend(
         self,
@@ -113,57 +91,139 @@ class TritonStep(StepAttention):
             keys, values = keys.view(codecs.keys.dtype), values.view(codecs.values.dtype)
         _, num_heads, head_dim = query.shape
         shape = {"head_dim": head_dim, "group": num_heads // key.shape[1], "itemsize": query.itemsize}
-        interpreted = self._target is Target.INTERPRETER
-        block_t = _INTERPRETED_BLOCK_T if interpreted else 16
-        write_kv(key, value, keys, values, self._write_slots, k_scale=k_scale, v_scale=v_scale, block_t=block_t)
+        block_t = _INTERPRETED_BLOCK_T if self._target is Target.INTERPRETER else 16
+        slots = self._tables.slots
+        write_kv(key, value, keys, values, slots, k_scale=k_scale, v_scale=v_scale, block_t=block_t)
         scores = Scores(scaling, self._window, softcap, k_scale, v_scale)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        if len(self._decode_rows):
-            tile = decode_tile(self._target, **shape)
-            rows = self._rows(key.shape[1], tile.block_n)
+        tile = decode_tile(self._target, **shape)
+        rows = self._decode_rows(key.shape[1], tile.block_n)
+        if rows is not None:
             paged_decode(query, keys, values, out, rows, tile=tile, scores=scores)
-        if self._has_prefill:
-            tile = prefill_tile(self._target, **shape)
-            tiles = self._tiles(tile.block_m // shape["group"])
+        tile = prefill_tile(self._target, **shape)
+        tiles = self._prefill_tiles(tile.block_m // shape["group"])
+        if tiles is not None:
             paged_prefill(query, keys, values, out, tiles, tile=tile, scores=scores)
         return out
 
-    def _rows(self, kv_heads: int, block_n: int) -> DecodeRows:
-        """The decode rows' splits for layers with so many KV heads."""
+    @abstractmethod
+    def _decode_rows(self, kv_heads: int, block_n: int) -> DecodeRows | None:
+        """The rows with one query token, cut into splits for layers with so many KV heads; None: there are none."""
+
+    @abstractmethod
+    def _prefill_tiles(self, run: int) -> PrefillTiles | None:
+        """The other rows, cut into runs of so many query tokens; None: there are none."""
+
+
+class TritonStep(TritonAttention):
+    """One step as the host knows it.
+
+    Args:
+        target: what the kernels run on.
+        programs: how many programs decode is cut into.
+        query_indptr, seq_lens, group, block_size, device: as in `PagedKernels.plan`, of one KV group.
+
+    Layers may differ in heads: what depends on them is laid out when a layer first asks.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        programs: int,
+        *,
+        query_indptr: Int32,
+        seq_lens: Int32,
+        group: GroupStep,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self._programs = programs
+        self._device = device
+        self._host_query_indptr = query_indptr
+        self._host_seq_lens = seq_lens
+        # One transfer for all, not four.
+        columns = self._upload(query_indptr, seq_lens, group.tables.block_indptr, group.tables.block_ids)
+        tables = DeviceTables(*columns, slots=upload(group.slot_mapping, device), block_size=block_size)
+        super().__init__(target, tables, group.window)
+        query_lens = np.diff(query_indptr)
+        self._rows = np.flatnonzero(query_lens == 1).astype(np.int32)
+        self._has_prefill = len(self._rows) < len(query_lens)
+        self._decode: dict[tuple[int, int], DecodeRows] = {}
+        self._prefill: dict[int, PrefillTiles] = {}
+
+    def _decode_rows(self, kv_heads: int, block_n: int) -> DecodeRows | None:
+        if not len(self._rows):
+            return None
         known = self._decode.get((kv_heads, block_n))
         if known is None:
-            lengths = self._host_seq_lens[self._decode_rows]
+            lengths = self._host_seq_lens[self._rows]
             split_len = split_length(lengths, kv_heads=kv_heads, block_n=block_n, programs=self._programs)
-            splits = decode_splits(self._decode_rows, lengths, split_len)
+            splits = decode_splits(self._rows, lengths, split_len)
             known = self._decode[kv_heads, block_n] = DecodeRows(
                 *self._upload(splits.rows, splits.indptr, splits.split_rows, splits.split_numbers),
-                query_indptr=self._query_indptr,
-                seq_lens=self._seq_lens,
-                block_indptr=self._block_indptr,
-                block_ids=self._block_ids,
-                block_size=self._block_size,
+                query_indptr=self._tables.query_indptr,
+                seq_lens=self._tables.seq_lens,
+                block_indptr=self._tables.block_indptr,
+                block_ids=self._tables.block_ids,
+                block_size=self._tables.block_size,
                 split_len=split_len,
             )
         return known
 
-    def _tiles(self, run: int) -> PrefillTiles:
-        """The other rows' runs of so many query tokens."""
+    def _prefill_tiles(self, run: int) -> PrefillTiles | None:
+        if not self._has_prefill:
+            return None
         known = self._prefill.get(run)
         if known is None:
             known = self._prefill[run] = PrefillTiles(
                 *self._upload(*prefill_runs(self._host_query_indptr, self._host_seq_lens, run)),
-                query_indptr=self._query_indptr,
-                seq_lens=self._seq_lens,
-                block_indptr=self._block_indptr,
-                block_ids=self._block_ids,
-                block_size=self._block_size,
+                query_indptr=self._tables.query_indptr,
+                seq_lens=self._tables.seq_lens,
+                block_indptr=self._tables.block_indptr,
+                block_ids=self._tables.block_ids,
+                block_size=self._tables.block_size,
             )
         return known
 
     def _upload(self, *columns: Int32) -> Sequence[torch.Tensor]:
         """Columns on the device, in one piece."""
-        whole = torch.from_numpy(np.concatenate(columns)).to(self._device)
-        return whole.split([len(column) for column in columns])
+        return upload(np.concatenate(columns), self._device).split([len(column) for column in columns])
+
+
+class TritonDecode(TritonAttention):
+    """A decode step whose tables change under it: its launches depend on nothing but the number of rows.
+
+    Args:
+        target: what the kernels run on.
+        programs: how many programs decode is cut into.
+        tables: the rows, one query token each.
+        window: as in `GroupStep`.
+    """
+
+    def __init__(self, target: Target, programs: int, tables: DeviceTables, window: int) -> None:
+        super().__init__(target, tables, window)
+        self._programs = programs
+
+    def _decode_rows(self, kv_heads: int, block_n: int) -> DecodeRows:
+        del block_n
+        tables = self._tables
+        none = tables.seq_lens[:0]
+        return DecodeRows(
+            rows=none,
+            split_indptr=none,
+            split_rows=none,
+            split_numbers=none,
+            query_indptr=tables.query_indptr,
+            seq_lens=tables.seq_lens,
+            block_indptr=tables.block_indptr,
+            block_ids=tables.block_ids,
+            block_size=tables.block_size,
+            split_len=0,
+            splits_per_row=splits_per_row(len(tables.seq_lens), kv_heads=kv_heads, programs=self._programs),
+        )
+
+    def _prefill_tiles(self, run: int) -> None:
+        del run
 
 
 class TritonKernels(PagedKernels):
@@ -227,6 +287,18 @@ class TritonKernels(PagedKernels):
                 device=device,
             )
             for group in groups
+        ]
+
+    @property
+    def can_record(self) -> bool:
+        """They can: see `TritonDecode`."""
+        return True
+
+    def plan_decode(self, groups: Sequence[DeviceTables], windows: Sequence[int]) -> Sequence[TritonDecode]:
+        """Attention of decode steps that can be recorded; see the base class."""
+        return [
+            TritonDecode(self._target, self._programs, tables, window)
+            for tables, window in zip(groups, windows, strict=True)
         ]
 
     def copy_within(

@@ -41,9 +41,10 @@ def write_kv_kernel(  # type: ignore[no-untyped-def]
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     dims = tl.arange(0, BLOCK_D)
     real = tokens < num_tokens
-    mask = real[:, None] & (dims[None, :] < HEAD_DIM)
+    slot = tl.load(slots + tokens, mask=real, other=-1)
+    mask = (slot >= 0)[:, None] & (dims[None, :] < HEAD_DIM)
     rows = tokens[:, None].to(tl.int64)
-    places = tl.load(slots + tokens, mask=real, other=0)[:, None] * slot_stride + head * HEAD_DIM + dims[None, :]
+    places = slot[:, None] * slot_stride + head * HEAD_DIM + dims[None, :]
     k = tl.load(key + rows * key_token_stride + head * key_head_stride + dims[None, :], mask=mask)
     v = tl.load(value + rows * value_token_stride + head * value_head_stride + dims[None, :], mask=mask)
     if QUANTISE:
@@ -74,7 +75,7 @@ def write_kv(
         value: values of all tokens of the step, likewise.
         keys: the layer's key cache, changed in place; of the type of `key`, or of 8-bit floats.
         values: the layer's value cache, changed in place.
-        slots: block_id * block_size + offset of every token; none twice.
+        slots: block_id * block_size + offset of every token, none twice; -1 for a token that is not stored.
         k_scale: what a stored 1.0 stands for, in a cache of 8-bit floats; 1.0 in others.
         v_scale: the same for values.
         block_t: tokens per program.

@@ -24,8 +24,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from executor_service.kernels.copy_blocks import copy_blocks_kernel
-from executor_service.kernels.launch_shapes import Target, Tile, decode_tile, prefill_tile
-from executor_service.kernels.paged_decode import paged_decode_kernel, reduce_splits_kernel
+from executor_service.kernels.launch_shapes import MIN_SPLIT, Target, Tile, decode_tile, prefill_tile
+from executor_service.kernels.paged_decode import paged_decode_kernel, reduce_block, reduce_splits_kernel
 from executor_service.kernels.paged_prefill import paged_prefill_kernel
 from executor_service.kernels.write_kv import write_kv_kernel
 
@@ -53,6 +53,9 @@ POINTERS_TO_INT32 = (
 FLOATS = ("scale", "v_scale", "k_scale", "softcap")
 # Columns of one upload lie anywhere; what torch allocates, and strides of heads of 16 elements, are multiples of 16.
 UNALIGNED = (*POINTERS_TO_INT32, "num_tokens", "split_len", "window", "num_blocks", "block_words")
+# Shapes that are compiled for decode graphs, too, with so many splits for each row.
+RECORDED = ("plain", "gemma", "odd")
+PER_ROW = 6
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,12 @@ def compiled(name: str, shape: Shape, target: GPUTarget) -> Iterator[tuple[str, 
     small = Tile(0, 0, num_warps=4, num_stages=3)
     tile = decode_tile(kind, **sizes)
     blocks: dict[str, object] = {"BLOCK_G": tile.block_m, "BLOCK_N": tile.block_n, "SPLIT": True}
-    yield "decode", _compile(paged_decode_kernel, shape, target, heads | blocks, tile)
+    by_host = {"PER_ROW": 0, "LEAST": MIN_SPLIT}
+    by_itself = by_host | {"PER_ROW": PER_ROW}
+    yield "decode", _compile(paged_decode_kernel, shape, target, heads | blocks | by_host, tile)
+    if name in RECORDED:
+        yield "decode, recorded", _compile(paged_decode_kernel, shape, target, heads | blocks | by_itself, tile)
+    block_n = tile.block_n
     tile = prefill_tile(kind, **sizes)
     blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
     yield "prefill", _compile(paged_prefill_kernel, shape, target, heads | blocks, tile)
@@ -99,8 +107,11 @@ def compiled(name: str, shape: Shape, target: GPUTarget) -> Iterator[tuple[str, 
         blocks = {"LIMIT": limit, "BLOCK_T": 16, "QUANTISE": quantise}
         yield "write", _compile(write_kv_kernel, shape, target, head | blocks, small)
     if name in ("plain", "gemma"):
-        blocks = {"NUM_HEADS": 8 * shape.group, "BLOCK_S": 16, "HAS_WINDOW": shape.window}
-        yield "reduce", _compile(reduce_splits_kernel, shape, target, head | blocks, Tile(0, 0, 4, 2))
+        blocks = {"NUM_HEADS": 8 * shape.group, "BLOCK_N": block_n, "HAS_WINDOW": shape.window}
+        tile = Tile(0, 0, 4, 2)
+        for kernel, cut in (("reduce", by_host), ("reduce, recorded", by_itself)):
+            more = {"BLOCK_S": reduce_block(cut["PER_ROW"])}
+            yield kernel, _compile(reduce_splits_kernel, shape, target, head | blocks | cut | more, tile)
     if name == "plain":
         yield "copy", _compile(copy_blocks_kernel, shape, target, {"BLOCK": 2048, "WORD": tl.int64}, small)
 

@@ -19,6 +19,7 @@ SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942":
 # which no matrix tile of this size keeps, so 1; for 2 of 128 in decode, beside the loads in flight; for as many small
 # ones as it takes threads.
 REGISTERS = {"prefill": 255, "decode": 192, "reduce": 64, "write": 64, "copy": 64}
+REGISTERS |= {"decode, recorded": REGISTERS["decode"], "reduce, recorded": REGISTERS["reduce"]}
 MATRIX = {"sm_80": {"mma.sync"}, "sm_90": {"wgmma"}, "sm_100": {"tcgen05.mma"}, "gfx942": {"mfma"}}
 
 

@@ -13,18 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from executor_service.backends.base import BackendError
+from executor_service.backends.base import BackendError, StepBatch
 from executor_service.kernels import reference
 from executor_service.kernels.copy_blocks import copy_blocks, layer_addresses
 from executor_service.kernels.fp8 import PLAIN, layer_codecs
 from executor_service.kernels.launch_shapes import Target
-from executor_service.kernels.paged_kernels import GroupStep
-from executor_service.kernels.triton_paged import TritonKernels, TritonStep
+from executor_service.kernels.paged_kernels import DeviceTables, GroupStep
+from executor_service.kernels.triton_paged import TritonDecode, TritonKernels, TritonStep
 from executor_service.kernels.write_kv import write_kv
 from tests.unit.executor.interpreter_casts import exact_casts
 from tests.unit.executor.step_builder import Row, build_step
 
 CPU = torch.device("cpu")
+PADDING = 3
 TOLERANCES = {torch.float32: (3e-6, 1e-5), torch.float16: (3e-3, 3e-3)}
 # NumPy, by which the interpreter computes, warns of what GPUs do silently: 0 / 0 in the padding of a tile, for one.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:executor_service")
@@ -48,6 +49,7 @@ class Case:
     garbage: float = float("nan")
     transposed: bool = False
     scales: tuple[float, float] = (1.0, 1.0)
+    recorded: bool = False
 
 
 CASES = {
@@ -57,6 +59,12 @@ CASES = {
     "decode_split_window": Case(DECODE, programs=64, window=300),
     "decode_short_window": Case(DECODE, programs=64, window=3),
     "decode_softcap_half": Case(DECODE, dtype=torch.float16, softcap=5.0),
+    "recorded": Case(DECODE, recorded=True),
+    "recorded_split": Case(DECODE, recorded=True, programs=64),
+    "recorded_split_window": Case(DECODE, recorded=True, programs=64, window=300),
+    "recorded_short_window": Case(DECODE, recorded=True, programs=64, window=3),
+    "recorded_softcap_half": Case(DECODE, recorded=True, dtype=torch.float16, softcap=5.0),
+    "recorded_group_7_dim_80": Case(DECODE, recorded=True, heads=(7, 1, 80), block_size=48, programs=32),
     "prefill_new": Case([(150, 150)]),
     "prefill_chunk": Case([(40, 300), (2, 130)]),
     "prefill_window": Case([(150, 150), (40, 300)], window=33),
@@ -114,7 +122,21 @@ def run(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         window=case.window or 0,
         softcap=case.softcap,
     )
-    planned = TritonStep(
+    planned = recorded(case, step) if case.recorded else planned_step(case, step)
+    flat, codecs = cache.view(2, -1, kv_heads * dim), PLAIN
+    if case.kv_dtype is not None:
+        flat = flat.view(torch.uint8)  # as a `PagedKvCache` keeps it
+        (codecs,) = layer_codecs(case.kv_dtype, case.scales[:1], case.scales[1:])
+    if case.recorded:  # whatever padding holds, nobody notices
+        query, key, value = (torch.cat([states, torch.randn_like(states[:PADDING])]) for states in (query, key, value))
+    with exact_casts() if case.kv_dtype else nullcontext():
+        actual = planned.attend(query, key, value, flat[0], flat[1], scaling=0.3, codecs=codecs, softcap=case.softcap)
+    same = bits(cache) == bits(expected_cache)
+    return actual[:num_tokens], expected, same
+
+
+def planned_step(case: Case, step: StepBatch) -> TritonStep:
+    return TritonStep(
         Target.INTERPRETER,
         case.programs,
         query_indptr=step.query_indptr,
@@ -123,14 +145,21 @@ def run(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         block_size=case.block_size,
         device=CPU,
     )
-    flat, codecs = cache.view(2, -1, kv_heads * dim), PLAIN
-    if case.kv_dtype is not None:
-        flat = flat.view(torch.uint8)  # as a `PagedKvCache` keeps it
-        (codecs,) = layer_codecs(case.kv_dtype, case.scales[:1], case.scales[1:])
-    with exact_casts() if case.kv_dtype else nullcontext():
-        actual = planned.attend(query, key, value, flat[0], flat[1], scaling=0.3, codecs=codecs, softcap=case.softcap)
-    same = bits(cache) == bits(expected_cache)
-    return actual, expected, same
+
+
+def recorded(case: Case, step: StepBatch) -> TritonDecode:
+    """The step as it is recorded: with rows of padding, and a table longer than it says."""
+    rows = step.num_rows + PADDING
+    last = int(step.tables[0].block_indptr[-1])
+    tables = DeviceTables(
+        query_indptr=torch.arange(rows + 1, dtype=torch.int32),
+        seq_lens=torch.tensor([*step.seq_lens, *[0] * PADDING], dtype=torch.int32),
+        block_indptr=torch.tensor([*step.tables[0].block_indptr, *[last] * PADDING], dtype=torch.int32),
+        block_ids=torch.tensor([*step.tables[0].block_ids, *[1 << 30] * 9], dtype=torch.int32),
+        slots=torch.tensor([*step.slot_mappings[0], *[-1] * PADDING]),
+        block_size=case.block_size,
+    )
+    return TritonDecode(Target.INTERPRETER, case.programs, tables, case.window or 0)
 
 
 def _states(tokens: int, heads: int, dim: int, case: Case) -> torch.Tensor:
@@ -265,6 +294,7 @@ def test_triton_kernels_reserve_what_the_widest_step_splits_take() -> None:
         step = build_step([Row([0], seq - 1, list(range(1, 70))) for seq in lengths], 16)
         group = GroupStep(0, step.tables[0], step.slot_mappings[0])
         (planned,) = made.plan(step.query_indptr, step.seq_lens, [group], block_size=16, device=CPU)
-        rows = planned._rows(2, 256)
-        taken.append(len(rows.split_rows) * 4 * 65 * 4)
+        rows = planned._decode_rows(2, 256)
+        assert rows is not None
+        taken.append(rows.num_splits * 4 * 65 * 4)
     assert max(taken) <= made.reserved_bytes(4, 1024, [0])
