@@ -1,10 +1,11 @@
 """Checks the Triton kernels on the GPU that is here, in a few minutes.
 
-    python -m benchmarks.gpu_check [--seconds 420] [--json FILE] [--parts correctness,decode,prefill]
+    python -m benchmarks.gpu_check [--seconds 420] [--json FILE] [--parts correctness,decode,prefill,model]
 
 Correctness against the float64 oracle; then decode as a share of the bandwidth of a plain copy, and prefill as a share
 of the rate of a large product, both measured here and now, beside torch's attention over flat K/V and FlashInfer's, if
-it is installed. What does not fit the time is left out, and said so.
+it is installed; then a whole model of random weights, output tokens per second with CUDA graphs and without. What does
+not fit the time is left out, and said so.
 
 Exit status: 0 all is right; 1 a kernel is wrong; 2 a wrong argument; 77 no GPU, nothing was checked.
 """
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 NO_GPU = 77
 WRONG = 1
-PARTS = ("correctness", "decode", "prefill")
+PARTS = ("correctness", "decode", "prefill", "model")
 _PEERS = ("torch", "flashinfer")
 
 
@@ -101,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for kind in ("decode", "prefill"):
         if kind in args.parts:
             _speed(kind, deadline, found)
+    if "model" in args.parts:
+        _model(deadline, found)
     if deadline.left_out:
         print(f"left out for want of time: {', '.join(deadline.left_out)}")
     if args.json is not None:
@@ -149,6 +152,31 @@ def _speed(kind: str, deadline: Deadline, found: dict[str, object]) -> None:
     points = list(_shown(runs.points(within, heads, dtype, device, timer=timer, peak=peak)))
     print(table(f"{kind}: shares of {peak / 1e12:.2f} {unit}, measured", unit, points), flush=True)
     found[kind] = {"peak": peak, "points": [vars(point) for point in points]}
+
+
+def _model(deadline: Deadline, found: dict[str, object]) -> None:
+    """Measure a whole model, and print its table."""
+    import torch  # noqa: PLC0415 - see main
+
+    from benchmarks.gpu_check import model  # noqa: PLC0415 - it imports Triton
+    from executor_service.decode_graphs import cuda_recorder  # noqa: PLC0415 - it imports torch
+
+    if deadline.passed("model"):
+        return
+    device = torch.device("cuda")
+    torch.cuda.empty_cache()
+    print("model: a Llama of a billion parameters in bfloat16, output tokens per second", flush=True)
+    print(f"  {'rows x tokens':>20} {'eager':>10} {'graphs':>10} {'ratio':>6} {'same tokens':>12}")
+    points = []
+    for point in model.measure_model(model.random_llama(device, torch.bfloat16), model.LOADS, cuda_recorder(device)):
+        points.append(vars(point))
+        name, ratio = f"{point.rows} x {point.context}", point.graphs / point.eager
+        print(
+            f"  {name:>20} {point.eager:10.1f} {point.graphs:10.1f} {ratio:6.2f} {point.same_tokens:12.1%}", flush=True
+        )
+        if deadline.passed(f"model beyond {name}"):
+            break
+    found["model"] = points
 
 
 def _shown(points: Iterator[Point]) -> Iterator[Point]:

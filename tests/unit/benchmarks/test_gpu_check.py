@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from benchmarks.gpu_check import __main__ as gpu_check
-from benchmarks.gpu_check import runs
+from benchmarks.gpu_check import model, runs
 from benchmarks.gpu_check.shapes import Heads, Step, decode_steps, prefill_steps
 from executor_service.kernels import triton_paged
 
@@ -17,14 +19,14 @@ SMALL = Heads(4, 2, 64)
 def test_parse_defaults_end_within_eight_minutes() -> None:
     args = gpu_check.parse([])
     assert args.seconds < 480
-    assert args.parts == ("correctness", "decode", "prefill")
+    assert args.parts == ("correctness", "decode", "prefill", "model")
     assert gpu_check.parse(["--parts", "decode, prefill"]).parts == ("decode", "prefill")
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--parts", "decode,speed"], "expected parts of correctness, decode, prefill, got speed"),
+        (["--parts", "decode,speed"], "expected parts of correctness, decode, prefill, model, got speed"),
         (["--seconds", "0"], "expected a number of seconds above 0, got 0"),
         (["--seconds", "nan"], "expected a number of seconds above 0, got nan"),
     ],
@@ -82,6 +84,21 @@ class TestInterpreted:
         assert runs.largest_error(case, CPU) <= runs.tolerance(case)
         monkeypatch.setattr(triton_paged, "write_kv", lambda *args, **kwargs: None)
         assert runs.largest_error(case, CPU) == float("inf")
+
+    def test_whole_model_gives_the_same_tokens_computed_and_replayed(self) -> None:
+        ran = []
+
+        def record(step: Callable[[], None]) -> Callable[[], None]:
+            step()
+            return lambda: ran.append(step())
+
+        small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 99}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+        llama = model.random_llama(CPU, torch.float32, **small, **heads)
+        points = list(model.measure_model(llama, (model.Load(1, 20, 3), model.Load(3, 15, 4)), record))
+        assert [(point.rows, point.context, point.same_tokens) for point in points] == [(1, 20, 1.0), (3, 15, 1.0)]
+        assert len(ran) == 3 + 4
+        assert all(point.eager > 0 and point.graphs > 0 for point in points)
 
     def test_copies_are_right(self) -> None:
         assert runs.copies_are_right(CPU)
