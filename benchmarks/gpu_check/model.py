@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from executor_service.backends.base import GroupTables, LogitBias, SamplingBatch, StepBatch, TokenSampling
+from executor_service.backends.base import GroupTables, Int32, LogitBias, SamplingBatch, StepBatch, TokenSampling
 from executor_service.decode_graphs import Recorder
 from executor_service.kernels.triton_paged import TritonKernels
 from executor_service.kv_cache import KvLayout, PagedKvCache
@@ -107,9 +107,7 @@ def measure_model(model: PreTrainedModel, loads: tuple[Load, ...], record: Recor
         yield ModelPoint(load.rows, load.context, eager, replayed, float((tokens == others).mean()))
 
 
-def _decode(
-    runner: ModelRunner, cache: PagedKvCache, load: Load
-) -> tuple[float, np.ndarray[tuple[int, ...], np.dtype[np.int32]]]:
+def _decode(runner: ModelRunner, cache: PagedKvCache, load: Load) -> tuple[float, Int32]:
     """Output tokens per second, sampling included, and the tokens. Shape: (steps, rows)."""
     with torch.inference_mode():
         generator = torch.Generator(device=cache.layers[0].device).manual_seed(0)
@@ -125,7 +123,7 @@ def _decode(
     return load.rows * (load.steps - 1) / seconds, np.stack(tokens)
 
 
-def _step(load: Load, fed: np.ndarray[tuple[int, ...], np.dtype[np.int32]], place: int) -> StepBatch:
+def _step(load: Load, fed: Int32, place: int) -> StepBatch:
     """One token for every row, after `place` others. Each row has its own blocks, side by side."""
     rows, position = load.rows, load.context + place
     per_row = -(-(load.context + load.steps) // BLOCK_SIZE)
