@@ -20,6 +20,9 @@ COMPILED := build/compiled
 WITH_COMPILED := PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/$(COMPILED):$(CURDIR):$(CURDIR)/proto:$(CURDIR)/client" KVPLANE_CORE=compiled
 # More for pytest: make test PYTEST_ARGS="-k scheduler -x"
 PYTEST_ARGS ?=
+# Two workers; tests/conftest.py says which tests stay together. WORKERS=0: none, as debuggers like it.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 # Where `kvplane model pull` keeps weights.
 export KVPLANE_CACHE ?= $(HOME)/.cache/kvplane
@@ -42,11 +45,11 @@ demo: $(INSTALLED) ## start the services, stream an answer, show its blocks and 
 .PHONY: test
 test: $(INSTALLED) ## run the tests, those on real weights (SmolLM2, fetched once) included
 	@model=$${KVPLANE_TEST_MODEL:-$$($(BIN)/kvplane model pull smollm2)}; \
-	KVPLANE_TEST_MODEL="$$model" $(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
+	KVPLANE_TEST_MODEL="$$model" $(PYTEST) -m "not soak" $(PYTEST_ARGS)
 
 .PHONY: test-compiled
 test-compiled: $(COMPILED)/.built ## run the manager's tests and the simulation on the core compiled by mypyc
-	$(WITH_COMPILED) $(BIN)/python -m pytest -o pythonpath= \
+	$(WITH_COMPILED) $(PYTEST) -o pythonpath= \
 	  -m "not soak and not patches_core" $(PYTEST_ARGS) tests/unit/core tests/unit/replay tests/unit/manager \
 	  tests/integration/manager tests/simulation
 

@@ -57,7 +57,9 @@ async def test_conformance_of_faulty_backend_fails(fault):
     assert expected <= failures(results).keys()
 
 
-@pytest.mark.parametrize("fault", BACKENDS.keys() - NOT_BY_ITSELF, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    "fault", [fault for fault in BACKENDS if fault not in NOT_BY_ITSELF], ids=lambda fault: fault.__name__
+)
 async def test_conformance_of_faulty_backend_without_a_formula_fails(fault):
     """Nothing is known of how this executor computes: it is its own judge."""
     filters, expected = BACKENDS[fault]
