@@ -20,9 +20,9 @@ COMPILED := build/compiled
 WITH_COMPILED := PYTHONSAFEPATH=1 PYTHONPATH="$(CURDIR)/$(COMPILED):$(CURDIR):$(CURDIR)/proto:$(CURDIR)/client" KVPLANE_CORE=compiled
 # More for pytest: make test PYTEST_ARGS="-k scheduler -x"
 PYTEST_ARGS ?=
-# Two workers; tests/conftest.py says which tests stay together. WORKERS=0: none, as debuggers like it.
+# Two workers, a file's tests on one; tests/conftest.py says what begins. WORKERS=0: none, as debuggers like it.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Where `kvplane model pull` keeps weights.
 export KVPLANE_CACHE ?= $(HOME)/.cache/kvplane

@@ -23,16 +23,7 @@ def pytest_sessionstart() -> None:
         pytest.exit(f"KVPLANE_CORE={os.environ.get('KVPLANE_CORE')!r}, but compiled: {is_compiled()}", returncode=2)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For several workers: what stays on one, and what begins first.
-
-    A file's tests stay together, for they share fixtures. Those on real weights stay together, too: each of them takes
-    all cores by itself, and much memory. They begin, since nothing else lasts as long.
-    """
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        on_weights = item.get_closest_marker("model") is not None
-        item.add_marker(pytest.mark.xdist_group("model" if on_weights else item.nodeid.partition("::")[0]))
-    items.sort(key=lambda item: item.get_closest_marker("model") is None)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with tests on real weights begin, for they take longest: of several workers none is left alone with one."""
+    on_weights = {item.path for item in items if item.get_closest_marker("model") is not None}
+    items.sort(key=lambda item: item.path not in on_weights)

@@ -4,6 +4,7 @@ import asyncio
 
 import grpc
 import numpy as np
+import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from kvplane.common.v1 import common_pb2
@@ -205,7 +206,8 @@ def test_execute_undamaged_step_of_the_fuzz_is_accepted():
     asyncio.run(run())
 
 
-def test_execute_damaged_step_never_breaks_the_executor():
+@pytest.mark.parametrize("max_examples", [100, pytest.param(2000, marks=pytest.mark.soak)])
+def test_execute_damaged_step_never_breaks_the_executor(max_examples):
     backend = HeldBackend().open()
     with asyncio.Runner() as runner:
 
@@ -218,7 +220,7 @@ def test_execute_damaged_step_never_breaks_the_executor():
         server, channel = runner.run(start())
 
         @given(DAMAGE)
-        @settings(deadline=None, max_examples=300)
+        @settings(deadline=None, max_examples=max_examples)
         def fuzz(damages):
             runner.run(run_damaged(ExecutorClient(channel), backend, damages))
 
