@@ -10,15 +10,21 @@ import asyncio
 import secrets
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
 from kvmanager_service.callers import tenant_of_request
-from kvmanager_service.convert import check_request, to_new_request, token_array
-from kvmanager_service.core.errors import InvalidRequestError
-from kvmanager_service.core.request import NewRequest
+from kvmanager_service.convert import (
+    check_request,
+    open_outputs,
+    resumed_field,
+    resumed_ids,
+    to_new_request,
+    token_array,
+)
+from kvmanager_service.core.errors import invalid_parameter
 from kvmanager_service.engine_api import Engine, ModelView, OutputSink
 from kvmanager_service.errors import PreconditionError
 from kvmanager_service.request_stream import RequestStream
@@ -62,13 +68,13 @@ class Admission:
         self._make_id = make_id
 
     @staticmethod
-    def takes_long(request: pb.GenerateRequest) -> bool:
+    def takes_long(request: pb.GenerateRequest) -> bool:  # which nobody has checked yet
         """Whether admitting a request leaves the loop for a thread, so that others should not wait for it."""
         messages = request.chat.messages
         if len(request.text) > INLINE_CHARS // 2 or len(messages) > INLINE_TURNS:
             return True
         size = sum(len(message.content) for message in messages)
-        return size > INLINE_CHARS // 2 or len(request.resume_token_ids.ids) > INLINE_RESUMED
+        return size > INLINE_CHARS // 2 or _num_resumed(request) > INLINE_RESUMED
 
     async def admit(self, request: pb.GenerateRequest, make_sink: Callable[[RequestStream], _Sink]) -> _Sink:
         """Submit a request.
@@ -89,21 +95,29 @@ class Admission:
         request.tenant = tenant_of_request(request.tenant)  # the message is nobody else's
         self._engine.check_open()  # reading a prompt is work that a request with no chance should not cost
         prompt = await _encode(request, model)
+        request_id = request.request_id or self._make_id()
         new = to_new_request(
             request,
             prompt,
             sampling,
             model,
-            request_id=request.request_id or self._make_id(),
+            request_id=request_id,
             seed=self._draw_seed(),
             arrival_time=arrival_time,
             isolate_tenants=self._isolate_tenants,
         )
-        streams = []
-        for index in range(1 + len(new.branches)):
-            text = None if model.text is None else await _output_text(request, new, model.text)
-            num_resumed = len(request.resume_token_ids.ids)
-            streams.append(RequestStream(new.request_id, len(prompt), text, num_resumed=num_resumed, index=index))
+        outputs = open_outputs(request)  # in the order of `new` and its branches
+        texts = {} if model.text is None else {index: _output_text(request, model.text) for index in outputs}
+        if _num_resumed(request) > INLINE_RESUMED:
+            await asyncio.to_thread(_replay, request, texts)
+        else:
+            _replay(request, texts)
+        streams = [
+            RequestStream(
+                request_id, len(prompt), texts.get(index), num_resumed=len(resumed_ids(request, index)), index=index
+            )
+            for index in outputs
+        ]
         sink = make_sink(streams[0])
         self._engine.submit(new, sink, *map(sink.branch, streams[1:]))
         return sink
@@ -125,31 +139,29 @@ async def _encode(request: pb.GenerateRequest, model: ModelView) -> array[int]:
     return await model.text.encode_chat(messages, model.max_model_len)
 
 
-async def _output_text(request: pb.GenerateRequest, new: NewRequest, model: TextModel) -> OutputText:
-    """Make the output's text, brought to where the earlier stream broke off."""
+def _num_resumed(request: pb.GenerateRequest) -> int:
+    """Return how many tokens of the earlier stream are to be detokenised."""
+    of_several = sum(len(output.token_ids) for output in request.resume_outputs if not output.is_finished)
+    return len(request.resume_token_ids.ids) + of_several
+
+
+def _output_text(request: pb.GenerateRequest, model: TextModel) -> OutputText:
+    """Make an output's text."""
     rules = request.stopping
     stop = StopStrings(rules.stop, include=rules.include_stop) if rules.stop else None
-    text = OutputText(model.tokenizer.detokenizer(), stop, new.stop.min_tokens)
-    resumed = request.resume_token_ids.ids
-    if len(resumed) <= INLINE_RESUMED:
-        _replay(text, list(resumed))
-    else:
-        await asyncio.to_thread(_replay, text, list(resumed))
-    return text
+    return OutputText(model.tokenizer.detokenizer(), stop, rules.min_tokens)
 
 
-def _replay(text: OutputText, resumed: list[int]) -> None:
-    """Push tokens whose text the client has already.
+def _replay(request: pb.GenerateRequest, texts: Mapping[int, OutputText]) -> None:
+    """Bring the texts of its outputs to where the earlier stream broke off: push the tokens whose text the client has.
 
     Raises:
-        InvalidRequestError: they hold a stop string.
+        InvalidRequestError: an output's tokens hold a stop string.
     """
-    for token_id in resumed:
-        text.push(token_id)
-        if text.match is not None:
-            raise InvalidRequestError(
-                "INVALID_PARAMETER",
-                "resume_token_ids: expected tokens of an unfinished output, got a stop string in their text; the"
-                " earlier stream was complete",
-                field="resume_token_ids",
-            )
+    for index, text in texts.items():
+        for token_id in resumed_ids(request, index):
+            text.push(token_id)
+            if text.match is not None:
+                field, was_complete = resumed_field(request, index)
+                expected = "tokens of an unfinished output"
+                raise invalid_parameter(field, expected, "a stop string in their text", was_complete)

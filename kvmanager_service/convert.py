@@ -20,7 +20,7 @@ from kvmanager_service.core.errors import InvalidRequestError, invalid_parameter
 from kvmanager_service.core.extra_keys import request_keys
 from kvmanager_service.core.forks import branch_id, branch_seed
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix
-from kvmanager_service.core.request import NewRequest, SamplingParams, StopRules
+from kvmanager_service.core.request import NewBranch, NewRequest, SamplingParams, StopRules
 from kvmanager_service.core.retention import END_OF_SEQUENCE, MAX_RANGES, RetentionRange, check_priority
 from kvmanager_service.engine_api import ModelView
 from kvmanager_service.errors import PreconditionError
@@ -31,6 +31,9 @@ __all__ = [
     "check_pin_name",
     "check_request",
     "check_request_id",
+    "open_outputs",
+    "resumed_field",
+    "resumed_ids",
     "to_new_request",
     "to_pinned_prefix",
     "to_sampling",
@@ -111,22 +114,26 @@ def to_new_request(
     """
     _check_prompt("prompt", prompt, model)
     stop = to_stop_rules(request.stopping, len(prompt), model)
-    resumed = _resumed(request.resume_token_ids.ids, stop, model)
     first_seed = request.sampling.seed if request.sampling.HasField("seed") else seed
+    first, *others = [
+        NewBranch(branch_id(request_id, index), branch_seed(first_seed, index), _resumed(request, index, stop, model))
+        for index in open_outputs(request)
+    ]
     return NewRequest(
-        request_id=request_id,
+        request_id=first.request_id,
         prompt=_little_endian(prompt),
         stop=stop,
         sampling=sampling,
-        seed=first_seed,
+        seed=first.seed,
         priority=request.priority,
         cache_salt=request.cache_salt,
-        resumed=_little_endian(resumed),
+        resumed=first.resumed,
         arrival_time=arrival_time,
         tenant=request.tenant,
         is_isolated=isolate_tenants,
         retention_priority=request.retention_priority,
-        branches=tuple((branch_id(request_id, index), branch_seed(first_seed, index)) for index in range(1, request.n)),
+        branches=tuple(others),
+        family_id=request_id if request.n > 1 else "",
         retention=_retention(request.retention, len(prompt)),
     )
 
@@ -240,15 +247,35 @@ def token_array(ids: Sequence[int]) -> array[int]:
     return array("i", struct.pack(f"={len(ids)}i", *ids[:]))
 
 
+def open_outputs(request: pb.GenerateRequest) -> list[int]:
+    """Return which outputs of a request are to be produced: all but those that had finished in an earlier stream."""
+    if not request.resume_outputs:
+        return list(range(max(1, request.n)))
+    return [index for index, output in enumerate(request.resume_outputs) if not output.is_finished]
+
+
+def resumed_ids(request: pb.GenerateRequest, index: int) -> Sequence[int]:
+    """Return the tokens that one of its outputs produced in an earlier stream."""
+    return request.resume_outputs[index].token_ids if request.resume_outputs else request.resume_token_ids.ids
+
+
 def _check_outputs(request: pb.GenerateRequest) -> None:
     if not 0 <= request.n <= MAX_OUTPUTS:
         raise invalid_parameter("n", f"1 to {MAX_OUTPUTS}, or 0 for 1", request.n, "ask for fewer outputs")
-    if request.n > 1 and request.resume_token_ids.ids:
+    num_tokens, num_entries = len(request.resume_token_ids.ids), len(request.resume_outputs)
+    if request.n > 1 and num_tokens:
         raise invalid_parameter(
-            "resume_token_ids",
-            "none with n above 1",
-            f"{len(request.resume_token_ids.ids)} tokens",
-            "go on from each output by a request of its own",
+            "resume_token_ids", "none with n above 1", f"{num_tokens} tokens", "say in resume_outputs whose they are"
+        )
+    if request.n <= 1 and num_entries:
+        raise invalid_parameter(
+            "resume_outputs", "none without n above 1", f"{num_entries} entries", "use resume_token_ids"
+        )
+    if num_entries not in (0, request.n):
+        raise invalid_parameter("resume_outputs", f"n ({request.n}) entries", num_entries, "send one for each output")
+    if not open_outputs(request):
+        raise invalid_parameter(
+            "resume_outputs", "an unfinished output", "finished ones only", "the earlier stream was complete"
         )
 
 
@@ -322,19 +349,27 @@ def _check_fits_model(field: str, prompt_tokens: int, model: ModelView) -> None:
         )
 
 
-def _resumed(ids: Sequence[int], stop: StopRules, model: ModelView) -> array[int]:
-    """Return the tokens of the earlier stream; too many are refused before they are copied."""
-    if ids and len(ids) >= stop.max_tokens:
-        expected = f"fewer than the {stop.max_tokens} tokens the request may produce"
-        raise invalid_parameter("resume_token_ids", expected, len(ids), "the earlier stream was complete")
+def _resumed(request: pb.GenerateRequest, index: int, stop: StopRules, model: ModelView) -> bytes:
+    """Return an output's tokens of the earlier stream; too many are refused before they are copied."""
+    ids = resumed_ids(request, index)
+    if not ids:
+        return b""
+    field, was_complete = resumed_field(request, index)
+    if len(ids) >= stop.max_tokens:
+        expected = f"fewer than the {stop.max_tokens} tokens an output may have"
+        raise invalid_parameter(field, expected, len(ids), was_complete)
     resumed = token_array(ids)
-    if resumed:
-        _check_array("resume_token_ids", resumed, model)
+    _check_array(field, resumed, model)
     if any(token_id in stop.stop_token_ids for token_id in resumed[stop.min_tokens :]):
-        raise invalid_parameter(
-            "resume_token_ids", "tokens of an unfinished output", "a stop token", "the earlier stream was complete"
-        )
-    return resumed
+        raise invalid_parameter(field, "tokens of an unfinished output", "a stop token", was_complete)
+    return _little_endian(resumed)
+
+
+def resumed_field(request: pb.GenerateRequest, index: int) -> tuple[str, str]:
+    """Return the field that has an output's tokens of the earlier stream, and what to do when they are all it gets."""
+    if request.resume_outputs:
+        return f"resume_outputs[{index}].token_ids", "the output was complete, set its is_finished"
+    return "resume_token_ids", "the earlier stream was complete"
 
 
 def _check_array(field: str, ids: array[int], model: ModelView) -> None:

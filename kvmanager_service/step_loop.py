@@ -86,8 +86,8 @@ class StepLoop:
         """See `engine_api.Engine.submit`."""
         self._books().add_request(request)
         self._sinks[request.request_id] = sink
-        for (branch_id, _), branch_sink in zip(request.branches, branch_sinks, strict=True):
-            self._sinks[branch_id] = branch_sink
+        for branch, branch_sink in zip(request.branches, branch_sinks, strict=True):
+            self._sinks[branch.request_id] = branch_sink
         self._wake.set()
 
     def abort(self, request_id: str, tenant: str | None = None) -> None:

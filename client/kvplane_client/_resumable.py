@@ -4,9 +4,10 @@ Station: shared by the single stream and the multiplexed one, which own the call
 
 How a broken stream goes on without a gap or a repeat:
 
-1. Text and token ids of one piece travel in one message, so what arrived is always the whole output of the server
-   for some prefix of the tokens.
-2. The next attempt sends that prefix as ``resume_token_ids``, with the seed fixed since the first attempt.
+1. Text and token ids of one piece travel in one message, so what arrived of an output is always the whole output of
+   the server for some prefix of its tokens.
+2. The next attempt sends that prefix as ``resume_token_ids``, or those of several outputs, and which of them have
+   finished, as ``resume_outputs``; with the seed fixed since the first attempt.
 3. The server runs those tokens through the same detokeniser and stop-string hold-back as before and delivers none of
    what that yields. The process is deterministic, so what it skips is exactly what arrived.
 4. An attempt whose predecessor may still be alive in the manager gets an id of its own (``id~1``, ``id~2``, …), or it
@@ -24,6 +25,22 @@ from kvplane_client.types import Chunk, Usage
 __all__ = ["ResumableRequest"]
 
 _MAX_ID_LENGTH = 256
+_MAX_ID_LENGTH_OF_SEVERAL = 252
+
+
+class _Output:
+    """What has arrived of one output.
+
+    Attributes:
+        token_ids: All its tokens.
+        has_usage: Its first usage.
+        is_finished: Its last piece.
+    """
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.has_usage = False
+        self.is_finished = False
 
 
 class ResumableRequest:
@@ -35,41 +52,53 @@ class ResumableRequest:
     Attributes:
         request_id: The id users know.
         wire_id: The id of the current attempt.
-        finished: The last piece of every output has arrived.
         num_outputs: How many outputs it has.
     """
 
     def __init__(self, request: pb.GenerateRequest) -> None:
         self._request = request
-        self._token_ids: list[int] = []
-        self._usage: Usage | None = None
+        self.num_outputs = max(1, request.n)
+        self._outputs = [_Output() for _ in range(self.num_outputs)]
+        self._num_open = self.num_outputs
+        self._cached_tokens: int | None = None
+        self._has_begun = False
         self._renamed = 0
-        self._num_open = max(1, request.n)
-        self.num_outputs = self._num_open
         self.request_id = request.request_id
         self.wire_id = request.request_id
-        self.finished = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last piece of every output has arrived."""
+        return not self._num_open
 
     def attempt(self) -> pb.GenerateRequest:
         """Returns the message that starts the current attempt."""
         message = pb.GenerateRequest()
         message.CopyFrom(self._request)
         message.request_id = self.wire_id
-        if self._token_ids:
-            message.resume_token_ids.ids.extend(self._token_ids)
+        if not self._has_begun:
+            return message
+        if self.num_outputs == 1:
+            message.resume_token_ids.ids.extend(self._outputs[0].token_ids)
+        else:
+            for output in self._outputs:
+                token_ids = () if output.is_finished else output.token_ids
+                message.resume_outputs.add(token_ids=token_ids, is_finished=output.is_finished)
         return message
 
     def accept(self, response: pb.GenerateResponse) -> Chunk:
         """Takes the next piece of output.
 
         Returns:
-            The piece as users see it: under the id they know, with usage in the first and the last piece only, and with
-            the cached tokens of the first admission.
+            The piece as users see it: under the id they know, with usage in an output's first and last piece only, and
+            with the cached tokens of the first admission.
         """
-        self._token_ids.extend(response.token_ids)
+        self._has_begun = True
+        output = self._outputs[response.index]
+        output.token_ids.extend(response.token_ids)
         finish_reason = finish_reason_from(response.finish_reason)
-        self._num_open -= finish_reason is not None
-        self.finished = not self._num_open
+        output.is_finished = finish_reason is not None
+        self._num_open -= output.is_finished
         return Chunk(
             request_id=self.request_id,
             text=response.text,
@@ -77,14 +106,9 @@ class ResumableRequest:
             logprobs=logprobs_from(response),
             finish_reason=finish_reason,
             stop_match=stop_match_from(response),
-            usage=self._usage_of(response, is_last=finish_reason is not None),
+            usage=self._usage_of(response, output),
             index=response.index,
         )
-
-    @property
-    def can_go_on(self) -> bool:
-        """Whether another attempt continues what has arrived: of several outputs nothing may have."""
-        return self.num_outputs == 1 or self._usage is None
 
     def prepare_retry(self, error: KvPlaneError) -> None:
         """Makes ``attempt()`` the one that follows a failure.
@@ -92,23 +116,20 @@ class ResumableRequest:
         Args:
             error: The failure. One without a reason came from the connection, so the server may not know of it yet.
         """
-        refused_by_server = bool(error.reason) and self._usage is None and not self._token_ids
+        refused_by_server = bool(error.reason) and not self._has_begun
         if not refused_by_server:
             self._renamed += 1
             suffix = f"~{self._renamed}"
-            self.wire_id = self.request_id[: _MAX_ID_LENGTH - len(suffix)] + suffix
+            longest = _MAX_ID_LENGTH if self.num_outputs == 1 else _MAX_ID_LENGTH_OF_SEVERAL
+            self.wire_id = self.request_id[: longest - len(suffix)] + suffix
 
-    def _usage_of(self, response: pb.GenerateResponse, *, is_last: bool) -> Usage | None:
+    def _usage_of(self, response: pb.GenerateResponse, output: _Output) -> Usage | None:
         if not response.HasField("usage"):
             return None
         usage = usage_from(response.usage)
-        if self.num_outputs > 1:  # never resumed once it has begun
-            self._usage = usage
-            return usage
-        first = self._usage
-        self._usage = first or usage
-        if first is None:
-            return usage
-        if not is_last:
+        if self._cached_tokens is None:
+            self._cached_tokens = usage.cached_tokens
+        had_usage, output.has_usage = output.has_usage, True
+        if had_usage and not output.is_finished:
             return None
-        return Usage(usage.prompt_tokens, usage.completion_tokens, first.cached_tokens)
+        return Usage(usage.prompt_tokens, usage.completion_tokens, self._cached_tokens)

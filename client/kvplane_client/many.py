@@ -139,12 +139,8 @@ class ManyStream:
                     reason = error
                     return
                 for request in list(self._requests.values()):
-                    if request.sent and not request.state.can_go_on:
-                        self._end(request, error)
-                    elif request.sent:
+                    if request.sent:
                         self._renew(request, error)
-                if not self._requests:
-                    return
                 await asyncio.sleep(pause)
         finally:
             # Whatever ended the runner, nobody is left waiting; when the user closed the stream, aclose() says so.
@@ -201,7 +197,7 @@ class ManyStream:
         request.put(chunk)
 
     def _request_failed(self, request: ManyRequest, error: KvPlaneError) -> None:
-        pause = request.retry.next_pause(error) if request.state.can_go_on else None
+        pause = request.retry.next_pause(error)
         if pause is None:
             self._end(request, error)
             return

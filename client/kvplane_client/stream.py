@@ -138,9 +138,6 @@ class GenerationStream:
             # The output is complete; only the status of the call was lost.
             self._closed = True
             return
-        if not self._request.can_go_on:
-            self._closed = True
-            raise error
         try:
             await self._retry.pause_or_raise(error)
         except KvPlaneError:

@@ -129,8 +129,7 @@ class GenerateOptions(TypedDict, total=False):
     Request:
         n: How many outputs to produce for the prompt, 1 to 128; the prompt is computed once. Chunks say by ``index``
             which output they are of. Output i is what a request of its own gets with :func:`branch_seed` of the seed
-            and i. A stream of several outputs that breaks after its first chunk is not resumed: it raises
-            UnavailableError.
+            and i.
         priority: Under the priority policy a lower value is served first.
         retention_priority: How long its blocks are worth keeping, -100 to 100; higher is longer. Only the manager's
             eviction policy "priority" asks for it.

@@ -4,7 +4,8 @@ Station: asked by `Scheduler`. It works on what the scheduler owns, and keeps no
 
 A request with branches runs as one sequence, its leader, until the row that samples its first token samples once for
 each: there the others, its followers, are forked from it. They wait in no queue; places to run are kept for them. From
-there on each is a request like any other.
+there on each is a request like any other. Branches that go on from an earlier stream are so from the beginning: what
+they share is found in the prefix cache, as it is for preempted ones.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ def fork_followers(plan: StepPlan, kv: KVCache, book: RequestBook) -> None:
             book.fork(follower)
             plan.branch(index, follower)
             book.admitted(follower)
-            follower.num_cached_tokens = leader.num_cached_tokens
 
 
 def num_acknowledged(request: Request, outstanding: Iterable[Step]) -> int:
@@ -72,9 +72,9 @@ def twins(request: Request, book: RequestBook) -> list[Request]:
 
     Followers are not among them: they end with their leader.
     """
-    family = book.families.get(request.family_id, {request.request_id: request})
+    family = book.families.get(request.family_id)
     return [
         member
-        for member in family.values()
+        for member in ([request] if family is None else family.members.values())
         if member.leader is None and (member is request or member.token_bytes == request.token_bytes)
     ]

@@ -59,6 +59,21 @@ class StopRules:
 
 
 @dataclass(frozen=True, slots=True)
+class NewBranch:
+    """One more sequence of a request, sampled from the same prompt.
+
+    Attributes:
+        request_id: what it is called; see `forks.branch_id`.
+        seed: its random seed.
+        resumed: as `NewRequest.resumed`.
+    """
+
+    request_id: str
+    seed: int
+    resumed: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class NewRequest:
     """What a servicer hands to the core.
 
@@ -73,7 +88,9 @@ class NewRequest:
         spans: what stands behind prompt tokens, in order and without overlap.
         retention_priority: how much its blocks are worth keeping, in [MIN_RETENTION_PRIORITY, MAX_RETENTION_PRIORITY];
             higher is longer. Only the eviction policy `priority` asks.
-        branches: id and seed of each further sequence that is sampled from the same prompt.
+        branches: each further sequence that is sampled from the same prompt.
+        family_id: what it and its branches are called together; empty means as itself. It is another where the first
+            of them ended in an earlier stream.
         retention: the same for ranges of its tokens, and for how long; what none covers has `retention_priority`.
     """
 
@@ -91,7 +108,8 @@ class NewRequest:
     lora: LoraAdapter | None = None
     spans: tuple[PromptSpan, ...] = ()
     retention_priority: int = 0
-    branches: tuple[tuple[str, int], ...] = ()
+    branches: tuple[NewBranch, ...] = ()
+    family_id: str = ""
     retention: tuple[RetentionRange, ...] = ()
 
 
@@ -242,12 +260,13 @@ class Request:
         "was_admitted",
     )
 
-    def __init__(self, new: NewRequest, arrival_seq: int) -> None:
-        self.request_id = new.request_id
+    def __init__(self, new: NewRequest, arrival_seq: int, branch: NewBranch | None = None) -> None:
+        """Make the request itself, or the one of its branches that is given."""
+        self.request_id = new.request_id if branch is None else branch.request_id
         self.sampling = new.sampling
         self.stop_token_ids = new.stop.stop_token_ids
         self.min_tokens = new.stop.min_tokens
-        self.seed = new.seed
+        self.seed = new.seed if branch is None else branch.seed
         self.priority = new.priority
         self.tenant = new.tenant
         self.arrival_time = new.arrival_time
@@ -258,7 +277,7 @@ class Request:
         self.spans = SpanKeys(new.spans) if new.spans else None
 
         self.token_bytes = bytearray(new.prompt)
-        self.token_bytes += new.resumed
+        self.token_bytes += new.resumed if branch is None else branch.resumed
         self.num_prompt_tokens = len(new.prompt) // TOKEN_BYTES
         self.num_tokens = len(self.token_bytes) // TOKEN_BYTES
         self.max_total_tokens = self.num_prompt_tokens + new.stop.max_tokens
@@ -285,7 +304,7 @@ class Request:
         self.last_sample_index = -1
         self.failed_steps = 0
         self.failed_at = 0
-        self.family_id = new.request_id if new.branches else ""
+        self.family_id = new.family_id or (new.request_id if new.branches else "")
         self.followers: list[Request] = []
         self.leader: Request | None = None
 

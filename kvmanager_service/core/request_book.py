@@ -7,6 +7,7 @@ Station: owned by `Scheduler`, which decides; the book only keeps. It knows no b
               └── preempt ◀───┘        (end may come from waiting, too)
 
 Of a request with branches one sequence, the leader, stands in the queue; its followers run from where it is forked.
+Branches that have output already, of an earlier stream, stand in the queue each for itself, as preempted ones do.
 """
 
 from __future__ import annotations
@@ -30,6 +31,22 @@ KEPT_FINISHED = 256
 """How many ended requests are kept, for those who want to look at them."""
 
 
+class Family:
+    """The sequences of one request that have not ended.
+
+    Attributes:
+        members: by their own ids.
+        num_cached_tokens: what the first of them that was admitted found of the prompt in the cache: what the request
+            is told, whichever output asks; -1 before.
+    """
+
+    __slots__ = ("members", "num_cached_tokens")
+
+    def __init__(self) -> None:
+        self.members: dict[str, Request] = {}
+        self.num_cached_tokens = -1
+
+
 class RequestBook:
     """All requests that have not ended, and the last that have.
 
@@ -39,7 +56,7 @@ class RequestBook:
         running: by id, in order of admission.
         finished: ended ones, oldest first.
         num_finished: how many have ended, by finish reason.
-        families: by the id of a request with branches, all its sequences that have not ended, by their own ids.
+        families: by the id of a request with branches, its sequences that have not ended.
         num_followers: sequences that are not forked from their leaders yet.
 
     Invariants:
@@ -53,7 +70,7 @@ class RequestBook:
         self.running: dict[str, Request] = {}
         self.finished: deque[Request] = deque(maxlen=KEPT_FINISHED)
         self.num_finished: dict[str, int] = {}
-        self.families: dict[str, dict[str, Request]] = {}
+        self.families: dict[str, Family] = {}
         self.num_followers = 0
         self._num_reserved = 0
         self._max_num_seqs = config.max_num_seqs
@@ -76,8 +93,12 @@ class RequestBook:
                 max_waiting=self._max_waiting,
             )
 
-    def new_request(self, new: NewRequest) -> Request:
-        """Make a request that may be added. Raises DuplicateRequestError, QueueFullError, InvalidRequestError."""
+    def new_requests(self, new: NewRequest) -> list[Request]:
+        """Make a request that may be added: what stands in the queue of it, the request itself first or its leader.
+
+        Raises:
+            DuplicateRequestError, QueueFullError, InvalidRequestError: as `Scheduler.add_request` does.
+        """
         self._check_ids(new)
         num_sequences = 1 + len(new.branches)
         for name, most in (("max_num_seqs", self._max_num_seqs), ("max_waiting", self._max_waiting)):
@@ -91,18 +112,25 @@ class RequestBook:
         request = Request(new, self._next_arrival_seq)
         check_extra_keys(new.lora, new.spans, request.num_prompt_tokens)
         check_ranges(new.retention, request.num_prompt_tokens)
-        for branch_id, seed in new.branches:
-            follower = Request(new, self._next_arrival_seq + 1 + len(request.followers))
-            follower.request_id = branch_id
-            follower.seed = seed
-            follower.leader = request
-            request.followers.append(follower)
-        return request
+        requests = [request]
+        leader = None if new.resumed else request
+        for index, branch in enumerate(new.branches, start=1):
+            member = Request(new, self._next_arrival_seq + index, branch)
+            if branch.resumed or leader is None:
+                requests.append(member)
+                leader = leader or (None if branch.resumed else member)
+            else:
+                member.leader = leader
+                leader.followers.append(member)
+        return requests
 
     def _check_ids(self, new: NewRequest) -> None:
         """Raise DuplicateRequestError when one of the request's ids is in use, or was given twice."""
         seen: set[str] = set()
-        for request_id in (new.request_id, *(branch_id for branch_id, _ in new.branches)):
+        ids = [new.request_id, *(branch.request_id for branch in new.branches)]
+        if new.family_id and new.family_id != new.request_id:
+            ids.append(new.family_id)
+        for request_id in ids:
             if request_id in self.requests or request_id in self.families or request_id in seen:
                 raise DuplicateRequestError(
                     "REQUEST_ID_IN_USE",
@@ -112,14 +140,15 @@ class RequestBook:
             seen.add(request_id)
 
     def add(self, request: Request) -> None:
-        """A request made by `new_request` waits, and its followers with it."""
+        """One of what `new_requests` made waits, and its followers with it."""
         members = [request, *request.followers]
         self._next_arrival_seq += len(members)
         self._num_new += len(members)
         for member in members:
             self.requests[member.request_id] = member
-        if request.followers:
-            self.families[request.family_id] = {member.request_id: member for member in members}
+        if request.family_id:
+            family = self.families.setdefault(request.family_id, Family())
+            family.members.update({member.request_id: member for member in members})
             self.num_followers += len(request.followers)
         self.waiting.add(request)
         for follower in request.followers:
@@ -138,7 +167,7 @@ class RequestBook:
         So it does when the request is not of the tenant that is named: nobody learns which ids others use.
         """
         family = self.families.get(request_id)
-        members = [self.known(request_id)] if family is None else list(family.values())
+        members = [self.known(request_id)] if family is None else list(family.members.values())
         if tenant is not None and members[0].tenant != tenant:
             raise _not_found(request_id)
         return members
@@ -172,11 +201,18 @@ class RequestBook:
         request.status = RequestStatus.RUNNING
         self.running[request.request_id] = request
 
-    def admitted(self, request: Request) -> None:
-        """A request runs for the first time; its table holds what was there of it."""
+    def admitted(self, request: Request) -> int:
+        """A request runs for the first time; its table holds what was there of it: so many tokens of its prompt."""
         request.was_admitted = True
         self.waiting.charge_input(request)
-        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        num_found = min(request.num_computed_tokens, request.num_prompt_tokens)
+        request.num_cached_tokens = num_found
+        family = self.families.get(request.family_id)
+        if family is not None:
+            if family.num_cached_tokens < 0:
+                family.num_cached_tokens = num_found
+            request.num_cached_tokens = family.num_cached_tokens
+        return num_found
 
     def preempt(self, request: Request) -> None:
         """A running request waits again, in a new incarnation; what is being sampled for it is not for it any more."""
@@ -196,8 +232,9 @@ class RequestBook:
         self._count_end(request, reason)
         del self.requests[request.request_id]
         if request.family_id:
-            del self.families[request.family_id][request.request_id]
-            if not self.families[request.family_id]:
+            members = self.families[request.family_id].members
+            del members[request.request_id]
+            if not members:
                 del self.families[request.family_id]
         if request.status is RequestStatus.RUNNING:
             del self.running[request.request_id]
@@ -248,7 +285,7 @@ class RequestBook:
             assert follower.leader is not None, f"{follower!r} follows nobody"
             assert follower.leader.request_id in self.requests, f"{follower!r} follows one that has ended"
             assert not follower.blocks, f"{follower!r} is not forked yet and holds blocks"
-        listed = {request_id: member for family in self.families.values() for request_id, member in family.items()}
+        listed = {request_id: one for family in self.families.values() for request_id, one in family.members.items()}
         assert listed == {request_id: one for request_id, one in self.requests.items() if one.family_id}
         never_ran = [request for request in waiting if request.status is RequestStatus.WAITING]
         assert self._num_new == sum(1 + len(request.followers) for request in never_ran), "a new one is miscounted"

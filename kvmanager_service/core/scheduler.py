@@ -90,7 +90,7 @@ class Scheduler:
     # --- requests come and go -------------------------------------------------------------------------------------
 
     def add_request(self, new: NewRequest) -> Request:
-        """Accept a request.
+        """Accept a request, and what branches of it stand in the queue for themselves.
 
         Raises:
             DuplicateRequestError: the id is waiting or running.
@@ -98,10 +98,12 @@ class Scheduler:
             InvalidRequestError: the known sequence and one more token can never fit the pool, there are more branches
                 than may run or wait together, or what is said of an adapter or of spans of the prompt cannot be.
         """
-        request = self.book.new_request(new)
-        require_fit(self.kv, request)
-        self.book.add(request)
-        return request
+        requests = self.book.new_requests(new)
+        for request in requests:
+            require_fit(self.kv, request)
+        for request in requests:
+            self.book.add(request)
+        return requests[0]
 
     def fork(self, parent_id: str, new: NewRequest) -> Request:
         """Accept a request that begins with tokens of another one: for searches that branch as they go.
@@ -120,8 +122,10 @@ class Scheduler:
                 hold them any more; or as `add_request` does, as all other errors are.
         """
         parent = self.book.known(parent_id)
-        request = self.book.new_request(new)
-        require_fit(self.kv, request)
+        requests = self.book.new_requests(new)
+        for request in requests:
+            require_fit(self.kv, request)
+        request = requests[0]
         num_shared = min(branches.num_acknowledged(parent, self.outstanding), request.num_tokens - 1)
         shares = num_shared > 0 and self.book.has_room(request)
         try:
@@ -130,7 +134,8 @@ class Scheduler:
                 self.kv.fork(parent, request, num_shared)
         except ValueError as error:
             raise InvalidRequestError("NOT_A_FORK", str(error), parent_id=parent_id) from error
-        self.book.add(request)
+        for one in requests:
+            self.book.add(one)
         if shares:
             self.book.start(request)
             self.book.admitted(request)
@@ -289,10 +294,10 @@ class Scheduler:
             return False
         self.book.start(request)
         if not request.was_admitted:
-            self.book.admitted(request)
+            num_found = self.book.admitted(request)
             if self.kv.enable_caching:
                 self.stats.prefix_queries += request.num_prompt_tokens
-                self.stats.prefix_hits += request.num_cached_tokens
+                self.stats.prefix_hits += num_found
         return True
 
     # --- blocks run short -----------------------------------------------------------------------------------------

@@ -177,6 +177,23 @@ def bad_requests() -> Iterator[tuple[str, pb.GenerateRequest, grpc.StatusCode, s
     yield "long tenant", request(tenant="x" * 257), INVALID, "INVALID_PARAMETER", "tenant"
     complete = request(resume_token_ids=pb.TokenIds(ids=[1, 2]), stopping=pb.StoppingParams(max_tokens=2))
     yield "complete", complete, INVALID, "INVALID_PARAMETER", "resume_token_ids"
+    begun, ended = pb.ResumedOutput(token_ids=[1, 2]), pb.ResumedOutput(is_finished=True)
+    outputs = {
+        "resume_outputs": [
+            request(n=3, resume_outputs=[begun, ended]),
+            request(n=1, resume_outputs=[begun]),
+            request(n=2, resume_outputs=[ended, ended]),
+        ],
+        "resume_outputs[1].token_ids": [
+            request(n=2, resume_outputs=[ended, begun], stopping=pb.StoppingParams(max_tokens=2)),
+            request(n=2, resume_outputs=[ended, begun], stopping=pb.StoppingParams(stop_token_ids=[2])),
+            request(n=2, resume_outputs=[ended, pb.ResumedOutput(token_ids=[-1])]),
+        ],
+        "resume_token_ids": [request(n=2, resume_token_ids=pb.TokenIds(ids=[1]))],
+    }
+    for name, several in outputs.items():
+        for index, bad in enumerate(several):
+            yield f"{name} {index}", bad, INVALID, "INVALID_PARAMETER", name
     yield "text", pb.GenerateRequest(text="hello"), PRECONDITION, "NO_TOKENIZER", "prompt"
     hello = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hello")])
     yield "chat", pb.GenerateRequest(chat=hello), PRECONDITION, "NO_TOKENIZER", "prompt"

@@ -7,9 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvplane_client import NO_RETRY, FinishReason, GenerateOptions, NotFoundError, branch_seed
+from kvplane_client import (
+    NO_RETRY,
+    AsyncClient,
+    FinishReason,
+    GenerateOptions,
+    NotFoundError,
+    RetryPolicy,
+    branch_seed,
+)
+from kvplane_client.types import CompletionBuilder
 
-from tests.e2e.cluster import Cluster, settled
+from tests.e2e.cluster import Cluster, Proxy, settled
 from tests.e2e.model_cluster import ModelCluster, model_cluster
 from tests.unit.executor.step_builder import prompt_of, save_tiny_model
 
@@ -85,6 +94,29 @@ async def test_cancelled_call_ends_every_output(cluster: Cluster) -> None:
     assert stats.requests_finished == {"abort": 3}
 
 
+async def test_stream_cut_again_and_again_gives_every_output_once(cluster: Cluster) -> None:
+    """The manager lives on; each cut ends a call, and another goes on from where it was."""
+    cluster.start({}, sim_step_ms=2, block_size=16, sim_num_blocks=200)
+    async with Proxy() as proxy, cluster.client() as client:
+        proxy.target.set_result(cluster.address)
+        retry = RetryPolicy(max_attempts=1000, initial_backoff=0.01, max_backoff=0.05)
+        tokens: list[list[int]] = [[], [], [], []]
+        cuts = 0
+        async with AsyncClient(f"127.0.0.1:{proxy.port}", retry=retry) as behind:
+            async for chunk in behind.stream(PROMPT, n=4, **SAMPLED):
+                tokens[chunk.index] += chunk.token_ids
+                if sum(map(len, tokens)) > 20 * cuts:
+                    cuts += 1
+                    await proxy.cut()
+        await settled(client)
+        await client.reset_prefix_cache()
+        alone = [
+            await client.generate(PROMPT, **{**SAMPLED, "seed": branch_seed(2**64 - 5, index)}) for index in range(4)
+        ]
+    assert cuts >= 5
+    assert [tuple(ids) for ids in tokens] == [output.token_ids for output in alone]
+
+
 @pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelCluster]:
     folder: Path = save_tiny_model(tmp_path_factory.mktemp("tiny-model"), "qwen3")
@@ -111,3 +143,32 @@ async def test_outputs_of_a_torch_model_equal_requests_of_their_own(served: Mode
         for entry, expected in zip(output.logprobs, own.logprobs, strict=True):
             assert entry.logprob == pytest.approx(expected.logprob, abs=1e-4)
     assert after.tokens_computed - before.tokens_computed == length + 5 * 39
+
+
+@pytest.mark.timeout(600)
+async def test_cut_stream_of_a_torch_model_goes_on_with_the_same_tokens_and_logprobs(served: ModelCluster) -> None:
+    options = GenerateOptions(
+        n=3, seed=5, temperature=1.0, max_tokens=40, ignore_eos=True, repetition_penalty=1.2, logprobs=2
+    )
+    async with Proxy() as proxy, served.client() as client:
+        proxy.target.set_result(served.address)
+        await client.reset_prefix_cache()  # of what other tests have left
+        undisturbed = await client.stream(prompt_of(37, 3), **options).completions()
+        await settled(client)
+        await client.reset_prefix_cache()
+        builders = [CompletionBuilder() for _ in range(3)]
+        num_tokens = num_cuts = 0
+        async with AsyncClient(f"127.0.0.1:{proxy.port}", retry=RetryPolicy(max_attempts=1000)) as behind:
+            async for chunk in behind.stream(prompt_of(37, 3), **options):
+                builders[chunk.index].add(chunk)
+                num_tokens += len(chunk.token_ids)
+                if num_tokens > 30 * (num_cuts + 1):
+                    num_cuts += 1
+                    await proxy.cut()
+    assert num_cuts >= 2
+    for output, expected in zip([builder.build() for builder in builders], undisturbed, strict=True):
+        assert output.token_ids == expected.token_ids
+        assert (output.finish_reason, output.usage) == (expected.finish_reason, expected.usage)
+        for entry, like in zip(output.logprobs, expected.logprobs, strict=True):
+            assert entry.logprob == pytest.approx(like.logprob, abs=1e-4)
+            assert [one.token_id for one in entry.top] == [one.token_id for one in like.top]

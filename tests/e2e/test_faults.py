@@ -18,11 +18,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvplane_client import (
     NO_RETRY,
     AsyncClient,
+    Chunk,
     DeadlineExceededError,
     ExecutorState,
+    FinishReason,
     RequestStatus,
     Stats,
     UnavailableError,
+    branch_seed,
 )
 
 from tests.e2e.cluster import Cluster, Proxy, environment, eventually, executor_address, serving, settled, used_blocks
@@ -612,6 +615,53 @@ async def test_manager_killed_and_restarted_a_multiplexed_stream_resumes(cluster
         for job in jobs:
             job.check()
         assert (await settled(client)).prefix_hits > 0
+
+
+@pytest.mark.parametrize("many", [False, True])
+async def test_manager_killed_and_restarted_several_outputs_resume(cluster: Cluster, many: bool) -> None:
+    """Twice: then the third output has ended, and of another request no output had begun."""
+    cluster.start({"lease_ms": 1_000, "max_num_seqs": 16})
+    prompt = random_prompt(random.Random(23), 53)
+    seed, options = 2**64 - 7, {"temperature": 1.0, "frequency_penalty": 0.5}
+    jobs = [Job(prompt, 150, options | {"seed": branch_seed(seed, index)}) for index in range(3)]
+    last = jobs[2].expected[29]
+    assert last not in {*jobs[0].expected, *jobs[1].expected, *jobs[2].expected[:29]}, "it ends the third output alone"
+    pieces: list[list[Chunk]] = [[], [], []]
+
+    async def read(stream: AsyncIterator[Chunk]) -> None:
+        async for chunk in stream:
+            pieces[chunk.index].append(chunk)
+            jobs[chunk.index].token_ids += chunk.token_ids
+
+    async def has_progressed(index: int, tokens: int) -> bool:
+        return len(jobs[index].token_ids) >= tokens
+
+    async with cluster.client() as client, client.many() as stream, asyncio.TaskGroup() as group:
+        asked = options | {"n": 3, "seed": seed, "max_tokens": 150, "stop_token_ids": [last]}
+        start = stream.submit if many else client.stream
+        group.create_task(read(start(prompt, **asked)))
+        for index, tokens in ((1, 10), (2, 30)):
+            await eventually(partial(has_progressed, index, tokens), f"{tokens} tokens of output {index}")
+            cluster.manager.kill()
+            late = asyncio.create_task(start(prompt[:40], **asked).completions())  # finds nobody
+            await asyncio.to_thread(cluster.start_manager)
+            assert (await cluster.manager.logged("kv_cache_ready"))["adopted_blocks"] > 0
+            alone = [Job(prompt[:40], 150, job.options).expected for job in jobs]
+            # Its outputs end by the token, too, where they meet it.
+            alone = [ids[: ids.index(last) + 1] if last in ids else ids for ids in alone]
+            assert [list(output.token_ids) for output in await late] == alone
+    for index, job in enumerate(jobs):
+        assert job.token_ids == (job.expected if index < 2 else job.expected[:30])
+        usages = [chunk.usage for chunk in pieces[index] if chunk.usage is not None]
+        assert (len(usages), usages[-1].completion_tokens) == (2, len(job.token_ids))
+        assert {(usage.prompt_tokens, usage.cached_tokens) for usage in usages} == {(53, 0)}
+        reasons = [chunk.finish_reason for chunk in pieces[index]]
+        assert reasons[:-1] == [None] * (len(reasons) - 1)
+        assert (reasons[-1], pieces[index][-1].stop_match) == (
+            (FinishReason.STOP, last) if index == 2 else (FinishReason.LENGTH, None)
+        )
+    async with cluster.client() as client:
+        await settled(client)
 
 
 async def test_manager_paused_for_longer_than_a_lease_goes_on(cluster: Cluster) -> None:

@@ -36,7 +36,15 @@ from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan, request_k
 from kvmanager_service.core.kv_cache_coordinator import KVCache, KVCacheCoordinator
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix
-from kvmanager_service.core.request import TOKEN_BYTES, FinishReason, NewRequest, Request, SamplingParams, StopRules
+from kvmanager_service.core.request import (
+    TOKEN_BYTES,
+    FinishReason,
+    NewBranch,
+    NewRequest,
+    Request,
+    SamplingParams,
+    StopRules,
+)
 from kvmanager_service.core.retention import END_OF_SEQUENCE, RetentionRange
 from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig
 from kvmanager_service.core.suspects import MAX_FAILED_STEPS
@@ -126,6 +134,7 @@ class Chaos:
         self.more = more = random.Random(f"more of {seed}")
         self.has_keys = more.random() < 0.3
         self.branching = branching = random.Random(f"branches of {seed}")
+        self.resuming = random.Random(f"resumed branches of {seed}")
         self.branch_rate = branching.choice((0.0, 0.2, 0.7))
         self.num_forks = 0
         # And one more, for what is drawn of swapping.
@@ -286,6 +295,7 @@ class Chaos:
 
         expected, reason = tell(request_seed)
         num_resumed = rng.randint(0, len(expected) - 1) if rng.random() < 0.2 else 0
+        branches = () if num_resumed else self._draw_branches(request_id)
         new = NewRequest(
             request_id=request_id,
             prompt=array("i", prompt).tobytes(),
@@ -295,20 +305,47 @@ class Chaos:
             priority=rng.randint(0, 2),
             cache_salt=rng.choice(("", "", "mine", "yours")),
             resumed=token_bytes(expected[:num_resumed]),
-            branches=() if num_resumed else self._draw_branches(request_id),
+            branches=branches,
+            family_id=request_id if branches else "",
             **self._draw_keys(len(prompt)),
             **self._draw_retention(len(prompt)),
         )
-        self.branches[request_id] = [Story(new, prompt, *tell(seed)) for _, seed in new.branches]
-        return Story(new, prompt + expected[:num_resumed], expected[num_resumed:], reason)
+        told = {branch.request_id: tell(branch.seed) for branch in branches}
+        told[request_id] = (expected, reason)
+        if branches and self.resuming.random() < 0.4:
+            new = self._resume(new, told)
 
-    def _draw_branches(self, request_id: str) -> tuple[tuple[str, int], ...]:
-        """Ids and seeds of the sequences beside the first."""
+        def story(sequence: NewRequest | NewBranch) -> Story:
+            """What is left to come of a sequence, behind what it has already."""
+            expected, reason = told[sequence.request_id]
+            at = len(sequence.resumed) // TOKEN_BYTES
+            return Story(new, prompt + expected[:at], expected[at:], reason)
+
+        self.branches[new.request_id] = [story(branch) for branch in new.branches]
+        return story(new)
+
+    def _resume(self, new: NewRequest, told: dict[str, tuple[list[int], FinishReason]]) -> NewRequest:
+        """The same request after a break: some outputs have begun, some have not, the first may have ended."""
+        sequences = [NewBranch(new.request_id, new.seed), *new.branches][self.resuming.randint(0, 1) :]
+        begun = []
+        for one in sequences:
+            expected, _ = told[one.request_id]
+            at = self.resuming.choice((0, self.resuming.randint(0, len(expected) - 1)))
+            begun.append(dataclasses.replace(one, resumed=token_bytes(expected[:at])))
+        first, *others = begun
+        return dataclasses.replace(
+            new, request_id=first.request_id, seed=first.seed, resumed=first.resumed, branches=tuple(others)
+        )
+
+    def _draw_branches(self, request_id: str) -> tuple[NewBranch, ...]:
+        """The sequences beside the first."""
         most = min(4, self.world.config.max_num_seqs, self.world.config.max_waiting)
         if most < 2 or self.branching.random() >= self.branch_rate:
             return ()
         count = self.branching.randint(1, most - 1)
-        return tuple((f"{request_id}#{index}", self.branching.getrandbits(64)) for index in range(1, count + 1))
+        return tuple(
+            NewBranch(f"{request_id}#{index}", self.branching.getrandbits(64)) for index in range(1, count + 1)
+        )
 
     def _draw_keys(self, num_prompt_tokens: int) -> dict[str, Any]:
         """Whose the request is, and in some lives what else decides its K/V."""
@@ -348,7 +385,8 @@ class Chaos:
         if request_id in self.stories:
             return
         story = self.drawn[request_id]
-        too_long = len(story.prompt) + 1 > self.pool_tokens
+        branches = self.branches[request_id]
+        too_long = max(len(one.prompt) for one in (story, *branches)) + 1 > self.pool_tokens
         try:
             scheduler.add_request(story.new)
         except InvalidRequestError:
@@ -360,8 +398,8 @@ class Chaos:
         else:
             assert not too_long, f"{request_id} can never fit and was accepted"
             self._accepted(request_id, story)
-            for (branch_id, _), branch in zip(story.new.branches, self.branches[request_id], strict=True):
-                self._accepted(branch_id, branch)
+            for branch, its_story in zip(story.new.branches, branches, strict=True):
+                self._accepted(branch.request_id, its_story)
 
     def _accepted(self, request_id: str, story: Story) -> None:
         self.stories[request_id] = story
@@ -390,6 +428,7 @@ class Chaos:
             stop=StopRules(max_tokens),
             seed=seed,
             branches=(),
+            family_id="",
         )
         expected = expected_tokens(
             prompt,

@@ -7,7 +7,7 @@ from collections import deque
 
 from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
 from kvmanager_service.core.kv_groups import KVGroup
-from kvmanager_service.core.request import FinishReason, NewRequest, StopRules
+from kvmanager_service.core.request import FinishReason, NewBranch, NewRequest, StopRules
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from tests.simulation.group_executor import VOCAB_SIZE, GroupExecutor, Oracle, SentStep, send
@@ -100,9 +100,11 @@ def live(groups: list[KVGroup], max_outstanding: int, *, faults: bool, seed: str
                 request_id = pending.pop()
                 prompt, max_tokens = requests[request_id]
                 # The token is a function of what was read alone: all branches must get the same.
-                branches = tuple((f"{request_id}#{index}", index) for index in range(1, rng.choice((1, 1, 1, 2, 4))))
-                for branch_id, _ in branches:
-                    expected_of[branch_id] = request_id
+                branches = tuple(
+                    NewBranch(f"{request_id}#{index}", index) for index in range(1, rng.choice((1, 1, 1, 2, 4)))
+                )
+                for branch in branches:
+                    expected_of[branch.request_id] = request_id
                 scheduler.add_request(
                     NewRequest(request_id, token_bytes(prompt), StopRules(max_tokens=max_tokens), branches=branches)
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
@@ -12,7 +13,7 @@ from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.pinned_prefixes import PinnedPrefixes
 from kvmanager_service.core.priority_policy import PriorityPolicy
-from kvmanager_service.core.request import Request
+from kvmanager_service.core.request import NewRequest, Request
 from kvmanager_service.core.request_book import RequestBook
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig
@@ -367,6 +368,29 @@ def branches_are_sampled_with_the_leaders_seed(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(RequestBook, "fork", fork)
 
 
+def resumed_branches_are_sampled_with_the_requests_seed(patch: pytest.MonkeyPatch) -> None:
+    original = RequestBook.new_requests
+
+    def new_requests(self: RequestBook, new: NewRequest) -> list[Request]:
+        requests = original(self, new)
+        for request in requests:
+            request.seed = new.seed
+        return requests
+
+    patch.setattr(RequestBook, "new_requests", new_requests)
+
+
+def branches_that_have_begun_are_resumed_from_the_prompt(patch: pytest.MonkeyPatch) -> None:
+    """Their tokens would come once more."""
+    original = RequestBook.new_requests
+
+    def new_requests(self: RequestBook, new: NewRequest) -> list[Request]:
+        branches = tuple(dataclasses.replace(branch, resumed=b"") for branch in new.branches)
+        return original(self, dataclasses.replace(new, branches=branches))
+
+    patch.setattr(RequestBook, "new_requests", new_requests)
+
+
 def places_of_branches_are_not_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RequestBook, "has_room", lambda self, request: len(self.running) < self._max_num_seqs)
 
@@ -465,6 +489,8 @@ MUTATIONS: list[tuple[Mutation, bool | None]] = [
     (copies_come_a_step_late, ANY_HASH),
     (forks_take_no_reference, ANY_HASH),
     (branches_are_sampled_with_the_leaders_seed, ANY_HASH),
+    (resumed_branches_are_sampled_with_the_requests_seed, ANY_HASH),
+    (branches_that_have_begun_are_resumed_from_the_prompt, ANY_HASH),
     (places_of_branches_are_not_kept, ANY_HASH),
     (pins_do_not_stand_back, ANY_HASH),
     (pins_take_what_is_yet_to_be_filled, ANY_HASH),

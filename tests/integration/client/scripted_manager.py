@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import itertools
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,18 +38,39 @@ Many = Callable[[AsyncIterator[pb.GenerateManyRequest], Any], AsyncIterator[pb.G
 Unary = Callable[[Any, Any], Awaitable[Any]]
 
 
-def pieces(request: pb.GenerateRequest, text: str = TEXT) -> list[pb.GenerateResponse]:
-    """All messages of an undisturbed answer to a request."""
-    data = text.encode()
+def text_of_output(index: int) -> str:
+    """What a request's output ``index`` is: each begins later in the text than the one before, and ends with it."""
+    return TEXT[2 * index :]
+
+
+def pieces(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    """All messages of an undisturbed answer to a request; those of several outputs in turns."""
+    if request.n <= 1:
+        return _pieces_of_output(request, 0, request.resume_token_ids.ids)
+    assert len(request.resume_outputs) in (0, request.n)
+    resumed = request.resume_outputs or [pb.ResumedOutput()] * request.n
+    outputs = [
+        _pieces_of_output(request, index, output.token_ids)
+        for index, output in enumerate(resumed)
+        if not output.is_finished
+    ]
+    return [message for turn in itertools.zip_longest(*outputs) for message in turn if message is not None]
+
+
+def _pieces_of_output(request: pb.GenerateRequest, place: int, resumed: Sequence[int]) -> list[pb.GenerateResponse]:
+    data = text_of_output(place).encode()
     limit = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else len(data)
     decoder = codecs.getincrementaldecoder("utf-8")()
-    start = len(request.resume_token_ids.ids)
-    assert bytes(request.resume_token_ids.ids) == data[:start], "resumed tokens are those that were sent"
+    start = len(resumed)
+    assert bytes(resumed) == data[:start], "resumed tokens are those that were sent"
     decoder.decode(data[:start])
     messages = []
     for index in range(start, min(limit, len(data))):
         message = pb.GenerateResponse(
-            request_id=request.request_id, text=decoder.decode(data[index : index + 1]), token_ids=[data[index]]
+            request_id=request.request_id,
+            text=decoder.decode(data[index : index + 1]),
+            token_ids=[data[index]],
+            index=place,
         )
         if request.sampling.HasField("logprobs"):
             top = [pb.TokenLogprob(token_id=data[index], logprob=-0.5)]

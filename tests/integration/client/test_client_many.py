@@ -24,7 +24,7 @@ from kvplane_client import (
     UnavailableError,
 )
 
-from tests.integration.client.scripted_manager import TEXT, ScriptedManager, pieces
+from tests.integration.client.scripted_manager import TEXT, ScriptedManager, pieces, text_of_output
 
 Orders = AsyncIterator[pb.GenerateManyRequest]
 
@@ -148,6 +148,26 @@ async def test_broken_stream_is_made_anew_once_and_every_unfinished_request_goes
     sizes = [len(order.resume_token_ids.ids) for order in mine]
     assert sizes == sorted(sizes)
     assert sizes[1] > 0
+
+
+async def test_broken_stream_goes_on_in_each_output_of_its_requests(
+    client: AsyncClient, manager: ScriptedManager
+) -> None:
+    """A step brings one piece of each request: the first break finds some outputs begun, the second some finished."""
+    texts = [text_of_output(index) for index in range(3)]
+    num_pieces = sum(len(text.encode()) for text in texts)
+    manager.scripts.many = [one_by_one(break_after=2), one_by_one(break_after=num_pieces - 4), one_by_one()]
+    async with client.many() as many:
+        requests = [many.submit("a", n=3, request_id=f"r{index}") for index in range(2)]
+        outputs = [await request.completions() for request in requests]
+
+    assert [[output.text for output in several] for several in outputs] == [texts] * 2
+    assert [[output.token_ids for output in several] for several in outputs] == [
+        [tuple(text.encode()) for text in texts]
+    ] * 2
+    resumed = [order.generate.resume_outputs for order in manager.scripts.of("GenerateMany")]
+    assert [[len(output.token_ids) for output in several] for several in resumed[2:4]] == [[1, 1, 0]] * 2
+    assert [[output.is_finished for output in several] for several in resumed[4:]] == [[False, True, True]] * 2
 
 
 async def test_stream_survives_a_restarted_manager(manager: ScriptedManager) -> None:

@@ -39,6 +39,7 @@ from tests.integration.client.scripted_manager import (
     fail,
     failing_stream,
     hang_after,
+    text_of_output,
     usage,
 )
 
@@ -344,13 +345,64 @@ async def test_stream_of_several_outputs_gives_each_its_completion(
     assert indices == [0, 1, 0]
 
 
-async def test_stream_of_several_outputs_that_breaks_is_not_resumed(
+OUTPUTS = [text_of_output(index).encode() for index in range(3)]
+NUM_PIECES = sum(map(len, OUTPUTS))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 20, *range(NUM_PIECES - 9, NUM_PIECES)])
+async def test_stream_of_several_outputs_that_breaks_goes_on_in_each_without_gap_or_repeat(
+    client: AsyncClient, manager: ScriptedManager, count: int
+) -> None:
+    manager.scripts.generate = [break_after(count), answer]
+
+    chunks = [chunk async for chunk in client.stream("hello", n=3, request_id="mine", logprobs=1)]
+
+    for index, data in enumerate(OUTPUTS):
+        mine = [chunk for chunk in chunks if chunk.index == index]
+        assert bytes(token for chunk in mine for token in chunk.token_ids) == data
+        assert "".join(chunk.text for chunk in mine) == data.decode()
+        assert [chunk.logprobs[0].top[0].token_id for chunk in mine] == list(data)
+        assert [chunk.finish_reason for chunk in mine] == [None] * (len(data) - 1) + [FinishReason.LENGTH]
+        assert [place for place, chunk in enumerate(mine) if chunk.usage] == [0, len(data) - 1]
+        assert mine[-1].usage == Usage(7, len(data), 3)
+    first, second = manager.scripts.of("Generate")
+    assert list(first.resume_outputs) == []
+    got = [[chunk for chunk in chunks[:count] if chunk.index == index] for index in range(3)]
+    assert [output.is_finished for output in second.resume_outputs] == [
+        len(mine) == len(data) for mine, data in zip(got, OUTPUTS, strict=True)
+    ]
+    assert [len(output.token_ids) for output in second.resume_outputs] == [
+        len(mine) % len(data) for mine, data in zip(got, OUTPUTS, strict=True)
+    ]
+    assert (first.request_id, second.request_id) == ("mine", "mine~1")
+    assert first.sampling.seed == second.sampling.seed
+
+
+async def test_stream_of_several_outputs_survives_breaks_at_every_piece(
+    client: AsyncClient, manager: ScriptedManager
+) -> None:
+    manager.scripts.generate = [*(break_after(1) for _ in range(NUM_PIECES - 1)), answer]
+    outputs = await client.stream("hello", n=3).completions()
+    assert [bytes(output.token_ids) for output in outputs] == OUTPUTS
+    assert [output.finish_reason for output in outputs] == [FinishReason.LENGTH] * 3
+    assert len(manager.scripts.of("Generate")) == NUM_PIECES
+
+
+async def test_stream_of_several_outputs_that_breaks_after_the_last_of_them_is_over(
+    client: AsyncClient, manager: ScriptedManager
+) -> None:
+    manager.scripts.generate = [break_after(NUM_PIECES), answer]
+    outputs = await client.stream("hello", n=3).completions()
+    assert [bytes(output.token_ids) for output in outputs] == OUTPUTS
+    assert len(manager.scripts.of("Generate")) == 1
+
+
+async def test_resumed_id_of_several_outputs_leaves_room_for_their_own(
     client: AsyncClient, manager: ScriptedManager
 ) -> None:
     manager.scripts.generate = [break_after(2), answer]
-    with pytest.raises(UnavailableError, match="connection lost"):
-        await client.stream("hello", n=2).completions()
-    assert len(manager.scripts.of("Generate")) == 1
+    await client.stream("hello", n=3, request_id="i" * 252).completions()
+    assert manager.scripts.of("Generate")[1].request_id == "i" * 250 + "~1"
 
 
 async def test_stream_of_several_outputs_that_has_not_begun_is_tried_again(

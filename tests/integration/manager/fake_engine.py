@@ -63,16 +63,18 @@ class FakeEngine:
         if request.request_id in self.open:
             raise DuplicateRequestError("REQUEST_ID_IN_USE", "expected a new id", request_id=request.request_id)
         self.open[request.request_id] = (request, sink)
-        for (branch_id, _), branch_sink in zip(request.branches, branch_sinks, strict=True):
-            self.open[branch_id] = (request, branch_sink)
+        for branch, branch_sink in zip(request.branches, branch_sinks, strict=True):
+            self.open[branch.request_id] = (request, branch_sink)
 
     def abort(self, request_id: str, tenant: str | None = None) -> None:
-        if request_id not in self.open or tenant not in (None, self.open[request_id][0].tenant):
+        members = {name: new for name, (new, _) in self.open.items() if request_id in (name, new.family_id)}
+        if any(tenant not in (None, new.tenant) for new in members.values()) or not members:
             raise UnknownRequestError(
                 "REQUEST_NOT_FOUND", "expected a waiting or running request", request_id=request_id
             )
         self.aborted.append(request_id)
-        self.step(request_id, finish=FinishReason.ABORT)
+        for name in members:
+            self.step(name, finish=FinishReason.ABORT)
 
     def step(
         self,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
 from kvplane.common.v1 import common_pb2
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
+from kvmanager_service.admission import Admission
 from kvmanager_service.core.errors import RowFailedError
 from kvmanager_service.core.request import FinishReason
 from kvmanager_service.pacer import FREE_STREAMS
-from tests.integration.manager.fake_engine import Manager, until
+from tests.integration.manager.fake_engine import Manager, details, until
 from tests.unit.manager.manager_builders import byte_level_tokenizer, generate_request, int32s
 
 
@@ -162,6 +164,101 @@ async def test_generate_resume_tokens_with_a_stop_string_are_refused(manager: Ma
     with pytest.raises(grpc.aio.AioRpcError, match="earlier stream was complete") as caught:
         await manager.inference.Generate(request).read()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+OUTPUTS = ("größe 🎉 fin, the end", " the dog fini", "漢字 and the fox")
+"""Three outputs; the second ends by the stop string ``fini``, the others by their length."""
+
+
+async def test_generate_several_outputs_resumed_go_on_where_each_broke_off(manager: Manager) -> None:
+    names = ("r", "r#1", "r#2")
+    ids = [ids_of(text) for text in OUTPUTS]
+    # In turns: before, after and between the beginnings and the end of the second.
+    turns = [(place, at) for at in range(max(map(len, ids))) for place in range(3) if at < len(ids[place])]
+    for broken_after in range(len(turns)):
+        texts, tokens, ends = ["", "", ""], [list[int]() for _ in ids], ["", "", ""]
+
+        async def read(call: Any, texts: list[str] = texts, tokens: Any = tokens, ends: list[str] = ends) -> None:
+            async for piece in call:
+                texts[piece.index] += piece.text
+                tokens[piece.index] += piece.token_ids
+                if piece.finish_reason:
+                    assert not ends[piece.index], "an output ends once"
+                    ends[piece.index] = common_pb2.FinishReason.Name(piece.finish_reason) + piece.stop_string
+                    assert piece.usage.completion_tokens == len(tokens[piece.index])
+
+        def compute(some: list[tuple[int, int]]) -> None:
+            for place, at in some:
+                is_last = at + 1 == len(ids[place])
+                if names[place] in manager.engine.open:
+                    finish = FinishReason.LENGTH if is_last and place != 1 else None
+                    manager.engine.step(names[place], ids[place][at], finish=finish)
+
+        request = pb.GenerateRequest(request_id="r", text="x", n=3, stopping=pb.StoppingParams(stop=["fini"]))
+        broken = manager.inference.Generate(request)
+        reader = asyncio.create_task(read(broken))
+        await manager.engine.submitted(*names)
+        compute(turns[:broken_after])
+        await until(lambda tokens=tokens, count=broken_after: sum(map(len, tokens)) == count)  # type: ignore[misc]
+        broken.cancel()
+        await asyncio.wait((reader,))
+        await until(lambda: not manager.engine.open)
+        for place in range(3):
+            request.resume_outputs.add(token_ids=tokens[place], is_finished=bool(ends[place]))
+        resumed = manager.inference.Generate(request)
+        await manager.engine.submitted(*[name for name, end in zip(names, ends, strict=True) if not end])
+        assert len(manager.engine.open) == ends.count("")
+        compute(turns[broken_after:])
+        await read(resumed)
+        assert texts == [OUTPUTS[0], " the dog ", OUTPUTS[2]]
+        assert tokens == ids
+        assert ends == ["FINISH_REASON_LENGTH", "FINISH_REASON_STOPfini", "FINISH_REASON_LENGTH"]
+
+
+async def test_generate_resumed_output_with_a_stop_string_is_refused(manager: Manager) -> None:
+    outputs = [pb.ResumedOutput(token_ids=ids_of("the")), pb.ResumedOutput(token_ids=ids_of("the fox is"))]
+    request = pb.GenerateRequest(text="x", n=2, stopping=pb.StoppingParams(stop=["fox"]), resume_outputs=outputs)
+    with pytest.raises(grpc.aio.AioRpcError, match=r"a stop string in their text; .* is_finished") as caught:
+        await manager.inference.Generate(request).read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert details(caught.value)[:2] == (
+        "INVALID_PARAMETER",
+        {
+            "field": "resume_outputs[1].token_ids",
+            "expected": "tokens of an unfinished output",
+            "got": "a stop string in their text",
+        },
+    )
+    request.resume_outputs[1].is_finished = True  # then nobody looks at them
+    call = manager.inference.Generate(request)
+    await until(lambda: bool(manager.engine.open))
+    call.cancel()
+
+
+async def test_generate_resumed_outputs_that_are_many_are_read_beside_the_loop(manager: Manager) -> None:
+    """Together they are too many for it, none is alone."""
+    outputs = [pb.ResumedOutput(token_ids=[5] * 100) for _ in range(30)]
+    request = pb.GenerateRequest(request_id="r", text="x", n=30, resume_outputs=outputs)
+    assert Admission.takes_long(request)
+    assert not Admission.takes_long(pb.GenerateRequest(text="x", n=2**31 - 1))
+    call = manager.inference.Generate(request)
+    await manager.engine.submitted("r", "r#29")
+    for name in list(manager.engine.open):
+        manager.engine.step(name, 6, finish=FinishReason.LENGTH)
+    pieces = [piece async for piece in call]
+    assert [piece.index for piece in pieces] == list(range(30))
+    assert {piece.usage.completion_tokens for piece in pieces} == {101}
+
+
+async def test_generate_resumed_call_whose_first_output_had_finished_is_aborted_by_its_own_id(
+    manager: Manager,
+) -> None:
+    outputs = [pb.ResumedOutput(is_finished=True), pb.ResumedOutput(token_ids=[5])]
+    call = manager.inference.Generate(pb.GenerateRequest(request_id="r", text="x", n=2, resume_outputs=outputs))
+    await manager.engine.submitted("r#1")
+    call.cancel()
+    await until(lambda: not manager.engine.open)
+    assert manager.engine.aborted == ["r"]
 
 
 async def test_abort_gives_the_stream_a_last_message(manager: Manager) -> None:

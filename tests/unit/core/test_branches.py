@@ -15,7 +15,8 @@ from kvmanager_service.core.errors import (
 )
 from kvmanager_service.core.extra_keys import KeyDomain, LoraAdapter, PromptSpan
 from kvmanager_service.core.fair_queue import FairWeights
-from kvmanager_service.core.request import FinishReason, NewRequest, RequestStatus
+from kvmanager_service.core.forks import branch_id
+from kvmanager_service.core.request import FinishReason, NewBranch, NewRequest, RequestStatus
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.suspects import MAX_FAILED_STEPS
 from kvmanager_service.step_message import build_execute_request
@@ -30,12 +31,13 @@ from tests.unit.core.builders import (
     rows_of,
     run_step,
     state_of,
+    token_bytes,
 )
 
 
 def with_branches(new: NewRequest, count: int) -> NewRequest:
     """The same request with so many further sequences, seeds 101, 102, …"""
-    branches = tuple((f"{new.request_id}#{index}", 100 + index) for index in range(1, count + 1))
+    branches = tuple(NewBranch(f"{new.request_id}#{index}", 100 + index) for index in range(1, count + 1))
     return dataclasses.replace(new, branches=branches)
 
 
@@ -96,6 +98,116 @@ def test_branches_are_fed_their_own_samples_while_these_are_out() -> None:
         [12, 22],
         [13, 23],
     ]
+
+
+def resumed(*tokens: list[int], prompt: int = 6, first: int = 0, **values: object) -> NewRequest:
+    """Request `a` after a break: the outputs it had, from `first` on, have these tokens already; seeds 100, 101, …"""
+    own, *others = [
+        NewBranch(branch_id("a", index), 100 + index, token_bytes(ids)) for index, ids in enumerate(tokens, start=first)
+    ]
+    new = make_new("a", prompt, **values)  # type: ignore[arg-type]
+    return dataclasses.replace(
+        new,
+        request_id=own.request_id,
+        seed=own.seed,
+        resumed=own.resumed,
+        branches=tuple(others),
+        family_id="a",
+    )
+
+
+def test_resumed_branches_go_on_each_from_its_tokens_and_share_the_prompt() -> None:
+    """Two blocks of prompt are computed by the first; the second finds them, the third one and shares its own."""
+    scheduler = make_scheduler(make_kv(num_blocks=20))
+    scheduler.add_request(resumed([11, 21], [12], [], [], prompt=8))
+    step = scheduler.schedule()
+    assert rows_of(step) == {"a": (0, 10), "a#1": (8, 1), "a#2": (4, 4)}
+    assert step is not None
+    assert list(build_execute_request(step, 1, 4).sampling.seeds) == [100, 101, 102, 103]
+    scheduler.update(make_result(step, [31, 22, 13, 14]))
+    scheduler.check_integrity()
+    outputs = outputs_of(scheduler)
+    assert {name: output.token_ids for name, output in outputs.items()} == {
+        "a": [31],
+        "a#1": [22],
+        "a#2": [13],
+        "a#3": [14],
+    }
+    assert {output.num_cached_tokens for output in outputs.values()} == {0}, "what the request found, in every output"
+    assert len({block_ids(request.blocks)[0] for request in scheduler.running.values()}) == 1
+    assert [read_int32(request.tokens(8, request.num_tokens)) for request in scheduler.running.values()] == [
+        [11, 21, 31],
+        [12, 22],
+        [13],
+        [14],
+    ]
+    assert (scheduler.stats.prefix_queries, scheduler.stats.prefix_hits) == (3 * 8, 8 + 4)
+
+
+def test_resumed_branches_that_have_not_begun_share_one_leader_whatever_the_first_has() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=20))
+    scheduler.add_request(resumed([11], [], [12], []))
+    assert [request.request_id for request in scheduler.waiting] == ["a", "a#1", "a#2"]
+    assert [follower.request_id for follower in scheduler.requests["a#1"].followers] == ["a#3"]
+    assert {request.arrival_seq for request in scheduler.requests.values()} == {0, 1, 2, 3}
+    scheduler.check_integrity()
+
+
+def test_resumed_branches_have_their_rules_counted_from_the_resumed_tokens() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=20))
+    scheduler.add_request(resumed([11, 21], [12], max_tokens=3, min_tokens=2, stop=[99]))
+    run_step(scheduler, [99, 99])
+    outputs = outputs_of(scheduler)
+    assert (outputs["a"].finish_reason, outputs["a"].stop_token_id) == (FinishReason.STOP, 99)
+    assert outputs["a#1"].finish_reason is None, "its second token, which min_tokens lets end nothing"
+    run_step(scheduler, [5])
+    assert outputs_of(scheduler)["a#1"].finish_reason is FinishReason.LENGTH
+    assert not scheduler.book.families
+
+
+def test_resumed_request_whose_first_output_had_ended_is_known_by_its_id() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=20))
+    scheduler.add_request(resumed([12], [], first=1))
+    assert list(scheduler.requests) == ["a#1", "a#2"]
+    before = state_of(scheduler)
+    for taken in (make_new("a"), resumed([13], first=3), make_new("a#2")):
+        with pytest.raises(DuplicateRequestError):
+            scheduler.add_request(taken)
+    assert state_of(scheduler) == before
+    run_step(scheduler, [1, 2])
+    scheduler.abort("a")
+    scheduler.check_integrity()
+    assert not scheduler.requests
+    assert scheduler.kv.pool.num_free_blocks == 19
+    scheduler.add_request(make_new("a"))
+
+
+def test_resumed_request_is_accepted_as_a_whole_or_not_at_all() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=4), max_waiting=3, max_num_seqs=3)
+    before = state_of(scheduler)
+    with pytest.raises(InvalidRequestError, match="expected a prompt of at most 11 tokens"):
+        scheduler.add_request(resumed([11], [*range(6)]))
+    with pytest.raises(InvalidRequestError, match=r"n: expected at most max_num_seqs \(3\), got 4"):
+        scheduler.add_request(resumed([11], [12], [13], [14]))
+    assert state_of(scheduler) == before
+    scheduler.add_request(make_new("b", 4))
+    before = state_of(scheduler)
+    with pytest.raises(QueueFullError):
+        scheduler.add_request(resumed([11], [12], [13]))
+    assert state_of(scheduler) == before
+
+
+def test_resumed_branches_run_in_turn_where_places_are_few() -> None:
+    """What the request found is what its first output found, also when that has ended before another runs."""
+    scheduler = make_scheduler(make_kv(num_blocks=20), max_num_seqs=2)
+    scheduler.add_request(make_new("b", 4, max_tokens=3))
+    run_step(scheduler)
+    scheduler.take_outputs()
+    scheduler.add_request(resumed([11], [12], prompt=8, max_tokens=2))
+    assert list(rows_of(run_step(scheduler))) == ["b", "a"]
+    assert outputs_of(scheduler)["a"].finish_reason is FinishReason.LENGTH
+    assert rows_of(run_step(scheduler))["a#1"] == (8, 1)
+    assert outputs_of(scheduler)["a#1"].num_cached_tokens == 0
 
 
 def test_chunked_prompt_is_forked_by_its_last_chunk() -> None:
@@ -254,7 +366,7 @@ def test_the_ids_of_a_family_are_in_use_until_its_last_has_ended() -> None:
         with pytest.raises(DuplicateRequestError):
             scheduler.add_request(make_new(taken))
     with pytest.raises(DuplicateRequestError):
-        scheduler.add_request(dataclasses.replace(make_new("x"), branches=(("y", 1), ("y", 2))))
+        scheduler.add_request(dataclasses.replace(make_new("x"), branches=(NewBranch("y", 1), NewBranch("y", 2))))
     scheduler.finish("a#1")
     scheduler.add_request(make_new("a"))
     scheduler.check_integrity()

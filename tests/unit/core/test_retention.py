@@ -15,7 +15,7 @@ from kvmanager_service.core.kv_cache_coordinator import KVCache
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.kv_groups import FullAttention
 from kvmanager_service.core.priority_policy import PriorityPolicy
-from kvmanager_service.core.request import Request
+from kvmanager_service.core.request import NewBranch, Request
 from kvmanager_service.core.retention import END_OF_SEQUENCE, MAX_DURATION, MAX_RANGES, RetentionRange, without_gaps
 from tests.unit.core.builders import (
     block_ids,
@@ -130,7 +130,9 @@ def test_ranges_of_a_request_with_branches_are_those_of_each() -> None:
     kv = make(21)
     scheduler = make_scheduler(kv)
     ranges = (RetentionRange(0, 4, 9), RetentionRange(4, END_OF_SEQUENCE, -9))
-    request = dataclasses.replace(new("a", 5, max_tokens=4, retention=ranges), branches=(("a#1", 1), ("a#2", 2)))
+    request = dataclasses.replace(
+        new("a", 5, max_tokens=4, retention=ranges), branches=(NewBranch("a#1", 1), NewBranch("a#2", 2))
+    )
     scheduler.add_request(request)
     run_step(scheduler, [1, 2, 3])
     tables = {}

@@ -13,7 +13,8 @@ from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
 from kvmanager_service.convert import check_request, check_request_id, to_new_request, to_sampling, token_array
 from kvmanager_service.core.errors import InvalidRequestError
-from kvmanager_service.core.request import NewRequest, SamplingParams
+from kvmanager_service.core.forks import branch_seed
+from kvmanager_service.core.request import NewBranch, NewRequest, SamplingParams
 from kvmanager_service.core.retention import END_OF_SEQUENCE, RetentionRange, check_ranges
 from kvmanager_service.errors import PreconditionError
 from tests.unit.manager.manager_builders import generate_request, int32s, model_view, text_model
@@ -241,8 +242,9 @@ def test_convert_outputs_become_branches_with_seeds_of_their_own() -> None:
     new = convert(generate_request(5, n=3, sampling=pb.SamplingParams(seed=2**64 - 1)))
     stride = 0x9E3779B97F4A7C15
     assert (new.request_id, new.seed) == ("r", 2**64 - 1)
-    assert new.branches == (("r#1", stride - 1), ("r#2", (2 * stride - 1) % 2**64))
-    assert convert(generate_request(5, n=2)).branches == (("r#1", 99 + stride),)
+    assert new.branches == (NewBranch("r#1", stride - 1), NewBranch("r#2", (2 * stride - 1) % 2**64))
+    assert new.family_id == "r"
+    assert convert(generate_request(5, n=2)).branches == (NewBranch("r#1", 99 + stride),)
 
 
 @pytest.mark.parametrize("n", [0, 1])
@@ -256,9 +258,56 @@ def test_convert_outputs_out_of_range_are_refused(n: int) -> None:
         convert(generate_request(5, n=n))
 
 
-def test_convert_several_outputs_are_not_resumed() -> None:
-    with pytest.raises(InvalidRequestError, match="resume_token_ids: expected none with n above 1"):
-        convert(generate_request(5, n=2, resume_token_ids=pb.TokenIds(ids=[4])))
+def output(*ids: int, is_finished: bool = False) -> pb.ResumedOutput:
+    return pb.ResumedOutput(token_ids=ids, is_finished=is_finished)
+
+
+def test_convert_resumed_outputs_keep_their_ids_seeds_and_tokens() -> None:
+    new = convert(
+        generate_request(5, n=4, resume_outputs=[output(1, 2), output(), output(is_finished=True), output(3)])
+    )
+    assert (new.request_id, new.seed, int32s(new.resumed), new.family_id) == ("r", 99, [1, 2], "r")
+    assert new.branches == (
+        NewBranch("r#1", branch_seed(99, 1)),
+        NewBranch("r#3", branch_seed(99, 3), b"\x03\0\0\0"),
+    )
+
+
+def test_convert_resumed_outputs_whose_first_had_finished_begin_with_the_next() -> None:
+    entries = [output(1, 0, is_finished=True), output(4), output(2, is_finished=True)]
+    new = convert(generate_request(5, n=3, resume_outputs=entries))
+    assert (new.request_id, new.seed, int32s(new.resumed)) == ("r#1", branch_seed(99, 1), [4])
+    assert (new.branches, new.family_id) == ((), "r")
+
+
+BAD_OUTPUTS = [
+    ({"resume_token_ids": pb.TokenIds(ids=[4])}, "resume_token_ids", "none with n above 1, got 1 tokens"),
+    ({"resume_outputs": [output(4)]}, "resume_outputs", r"n \(2\) entries, got 1"),
+    ({"resume_outputs": [output()] * 3}, "resume_outputs", r"n \(2\) entries, got 3"),
+    ({"n": 1, "resume_outputs": [output(4)]}, "resume_outputs", "none without n above 1, got 1 entries"),
+    ({"n": 0, "resume_outputs": [output(4)]}, "resume_outputs", "none without n above 1"),
+    ({"resume_outputs": [output(4, is_finished=True)] * 2}, "resume_outputs", "unfinished output, got finished ones"),
+    ({"resume_outputs": [output(), output(610)]}, "resume_outputs[1].token_ids", "0 to 609, got 610"),
+    ({"resume_outputs": [output(-1), output()]}, "resume_outputs[0].token_ids", "0 to 609, got -1"),
+    (
+        {"resume_outputs": [output(5), output(1, 0)]},
+        "resume_outputs[1].token_ids",
+        "a stop token; .* its is_finished",
+    ),
+    ({"resume_outputs": [output(5), output(*[1] * 125)]}, "resume_outputs[1].token_ids", "125 tokens .*, got 125"),
+    (
+        {"resume_outputs": [output(1, 2), output()], "stopping": pb.StoppingParams(max_tokens=2)},
+        "resume_outputs[0].token_ids",
+        "fewer than the 2 tokens .*, got 2; .* set its is_finished",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "field", "message"), BAD_OUTPUTS, ids=range(len(BAD_OUTPUTS)))
+def test_convert_malformed_resumed_outputs_are_refused(fields: dict[str, Any], field: str, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        convert(generate_request(5, 6, 7, **({"n": 2} | fields)))
+    assert (caught.value.reason, caught.value.metadata["field"]) == ("INVALID_PARAMETER", field)
 
 
 def test_convert_longest_id_of_several_outputs_lets_abort_name_each() -> None:
@@ -274,5 +323,5 @@ def test_convert_longest_id_of_several_outputs_lets_abort_name_each() -> None:
         arrival_time=0,
     )
     assert len(new.branches) == 127
-    for branch, _ in new.branches:
-        check_request_id(branch)
+    for branch in new.branches:
+        check_request_id(branch.request_id)

@@ -103,10 +103,12 @@ class Usage(google.protobuf.message.Message):
     prompt_tokens: builtins.int
     """prompt_tokens is the number of tokens in the prompt."""
     completion_tokens: builtins.int
-    """completion_tokens is the number of tokens produced, tokens handed in as resume_token_ids included."""
+    """completion_tokens is the number of tokens produced, those of an earlier stream that were handed in to
+    resume it included.
+    """
     cached_tokens: builtins.int
     """cached_tokens is how many prompt tokens were found in the prefix cache when the request was first admitted,
-    so that their K/V was not computed again. Less than prompt_tokens unless resume_token_ids follow the prompt. Hits
+    so that their K/V was not computed again. Less than prompt_tokens unless resumed tokens follow the prompt. Hits
     after a preemption do not count.
     """
     def __init__(

@@ -38,6 +38,7 @@ class GenerateRequest(google.protobuf.message.Message):
     RETENTION_PRIORITY_FIELD_NUMBER: builtins.int
     N_FIELD_NUMBER: builtins.int
     RETENTION_FIELD_NUMBER: builtins.int
+    RESUME_OUTPUTS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """request_id names the request, at most 256 characters, 252 with n above 1. Empty lets the server choose one. An id
     that is waiting or running gets ALREADY_EXISTS.
@@ -70,8 +71,7 @@ class GenerateRequest(google.protobuf.message.Message):
     """n is how many outputs to produce for the prompt, in [1, 128] and at most SchedulerSettings.max_num_seqs and
     max_waiting; 0 means 1, and INVALID_ARGUMENT beyond. The prompt is computed once. Output i is what a request of its
     own would produce with the seed (sampling.seed + i * 0x9E3779B97F4A7C15) mod 2^64, so that output 0 is that of
-    n = 1. Each has its own end; an error ends the request, and with it the others. Above 1, resume_token_ids must be
-    absent: go on from an output by a request of its own, with its seed.
+    n = 1. Each has its own end; an error ends the request, and with it the others.
     """
     @property
     def token_ids(self) -> Global___TokenIds:
@@ -93,13 +93,24 @@ class GenerateRequest(google.protobuf.message.Message):
     def resume_token_ids(self) -> Global___TokenIds:
         """resume_token_ids are tokens this request produced in an earlier stream that broke. They count as output
         (max_tokens, penalties, usage, sampling positions), and are not delivered again. Set sampling.seed when
-        sampling at random, so that the continuation is that of the undisturbed stream.
+        sampling at random, so that the continuation is that of the undisturbed stream. Fewer than max_tokens, each in
+        [0, vocab_size), and nothing in them that ends an output: INVALID_ARGUMENT otherwise, and with n above 1, where
+        resume_outputs says it. Absent or empty means from the beginning.
         """
 
     @property
     def retention(self) -> Global___Retention:
         """retention says the same for parts of the request, and for how long. What it leaves out has retention_priority. Absent
         means retention_priority for all.
+        """
+
+    @property
+    def resume_outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ResumedOutput]:
+        """resume_outputs are, with n above 1, what resume_token_ids is for one output: entry i is how far output i had come in
+        an earlier stream that broke. Exactly n entries, at least one of them unfinished; INVALID_ARGUMENT otherwise, and
+        with n of 1 or 0. Empty means that no output has begun. Seeds are those that n says, by the place of an output among
+        all n. Outputs that have begun compute of the prompt, and of their tokens, what the prefix cache does not have. Those
+        that had finished do not count towards max_num_seqs and max_waiting.
         """
 
     def __init__(
@@ -118,16 +129,46 @@ class GenerateRequest(google.protobuf.message.Message):
         retention_priority: builtins.int = ...,
         n: builtins.int = ...,
         retention: Global___Retention | None = ...,
+        resume_outputs: collections.abc.Iterable[Global___ResumedOutput] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["chat", b"chat", "prompt", b"prompt", "resume_token_ids", b"resume_token_ids", "retention", b"retention", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "retention", b"retention", "retention_priority", b"retention_priority", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_outputs", b"resume_outputs", "resume_token_ids", b"resume_token_ids", "retention", b"retention", "retention_priority", b"retention_priority", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: typing_extensions.TypeAlias = typing.Literal["text", "token_ids", "chat"]
     _WhichOneofArgType_prompt: typing_extensions.TypeAlias = typing.Literal["prompt", b"prompt"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
+
+@typing.final
+class ResumedOutput(google.protobuf.message.Message):
+    """ResumedOutput is one of a request's outputs as it stood when an earlier stream broke."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    IS_FINISHED_FIELD_NUMBER: builtins.int
+    is_finished: builtins.bool
+    """is_finished says that its last message had arrived, whatever the finish_reason: nothing is computed or delivered of
+    it. False means that it goes on; INVALID_ARGUMENT when its tokens end it by max_tokens, a stop token or a stop string.
+    """
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """token_ids are the tokens it produced, as resume_token_ids has them and with the same errors. Empty means that it had
+        not begun. Of an output that had finished they are not looked at, and may be left out.
+        """
+
+    def __init__(
+        self,
+        *,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        is_finished: builtins.bool = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["is_finished", b"is_finished", "token_ids", b"token_ids"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ResumedOutput: typing_extensions.TypeAlias = ResumedOutput
 
 @typing.final
 class Retention(google.protobuf.message.Message):
