@@ -21,7 +21,7 @@ from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.replay.cost_model import TERMS, CostModel, CostModelError, read_cost_model
 from kvmanager_service.replay.one_at_a_time import replay_one_at_a_time
 from kvmanager_service.replay.options import parse
-from kvmanager_service.replay.plot import draw
+from kvmanager_service.replay.plot import PlotLibraryError, draw, require_library
 from kvmanager_service.replay.report import Measurements, summarise, table
 from kvmanager_service.replay.timed import TimedReplay
 from kvmanager_service.replay.trace import MOONCAKE_BLOCK, TraceError, TraceRequest, read_trace
@@ -40,6 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     except CostModelError as error:
         place = {"path": error.path, "expected": error.expected, "got": error.got}
         return _fail(options, "BAD_COST_MODEL", str(error), place)
+    except PlotLibraryError as error:
+        return _fail(options, "NO_PLOT_LIBRARY", str(error), {})
     except OSError as error:
         place = {"path": str(error.filename)}
         return _fail(options, "BAD_FILE", f"{error.filename}: {error.strerror}; name another file", place)
@@ -59,6 +61,8 @@ def _fail(options: argparse.Namespace, reason: str, message: str, metadata: dict
 
 def _replay(options: argparse.Namespace) -> int:
     _settle_cost(options)
+    if options.plot is not None:
+        require_library()  # before the work, which may take minutes
     trace = read_trace(options.trace, options.format, options.limit)
     if options.whole_blocks:
         trace = [traced.with_whole_runs(MOONCAKE_BLOCK) for traced in trace]
@@ -72,8 +76,8 @@ def _replay(options: argparse.Namespace) -> int:
         title = (
             f"{options.trace.name}: {options.num_blocks:,} blocks of {options.block_size}, {options.eviction_policy}"
         )
-        drawn = draw(found.samples, title=title, num_usable_blocks=kv.pool.num_usable_blocks, has_clock=found.has_clock)
-        options.plot.write_text(drawn, encoding="utf-8")
+        num_usable_blocks = kv.pool.num_usable_blocks
+        draw(found.samples, options.plot, title=title, num_usable_blocks=num_usable_blocks, has_clock=found.has_clock)
     if options.json:
         sys.stdout.write(json.dumps(document) + "\n")
     else:

@@ -14,6 +14,7 @@ from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EV
 from kvmanager_service.core.policies import POLICIES
 from kvmanager_service.core.scheduler_config import PREEMPTION_MODES, RECOMPUTE, SchedulerConfig
 from kvmanager_service.replay.cost_model import TERMS, CostModel
+from kvmanager_service.replay.plot import SUFFIXES
 from kvmanager_service.replay.trace import FORMATS, MOONCAKE_BLOCK
 
 __all__ = ["parse"]
@@ -68,6 +69,13 @@ def _microseconds(text: str) -> float:
 
 def _speedup(text: str) -> float:
     return _number(float, 1e-6, "a number")(text)
+
+
+def _picture(text: str) -> Path:
+    path = Path(text)
+    if path.suffix.lower() not in SUFFIXES:
+        raise argparse.ArgumentTypeError(f"expected a file that ends with {' or '.join(SUFFIXES)}, got {text!r}")
+    return path
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -166,5 +174,9 @@ def _parser() -> argparse.ArgumentParser:
 
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON document; errors, too, on stderr")
-    output.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw hit ratio, queue and pool over time")
+    output.add_argument(
+        "--plot", type=_picture, metavar="FILE",
+        help=f"draw hit ratio, queue and pool over time; its suffix, {' or '.join(SUFFIXES)}, decides the format; needs"
+        " kvplane[plot]",
+    )  # fmt: skip
     return parser

@@ -1,83 +1,82 @@
-"""A replay's course as an SVG file: hit ratio, requests and pool, over time.
+"""A replay's course as a picture: hit ratio, requests and pool, over time.
 
-Station: called by `__main__`. Written by hand, since three polylines need no plotting library.
+Station: called by `__main__`. It is matplotlib's work, which only the extra `plot` installs: it is imported here alone,
+and where a picture is asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from xml.sax.saxutils import escape
+from pathlib import Path
+from typing import Final
 
 from kvmanager_service.replay.report import Sample
 
-__all__ = ["draw"]
+__all__ = ["SUFFIXES", "PlotLibraryError", "draw", "require_library"]
 
-_WIDTH, _PANEL, _GAP, _LEFT, _TOP = 900, 170, 50, 70, 50
-_PLOT_WIDTH = _WIDTH - _LEFT - 30
-_MOST_POINTS = 900
-_COLOURS = ("#1f6feb", "#d1242f")
+SUFFIXES: Final = (".svg", ".png")
+"""What a file's name may end with; it decides the format."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Panel:
-    title: str
-    lines: tuple[tuple[str, list[float]], ...]
-    top: float
-    """The value at the upper edge."""
+_WIDTH, _PANEL, _TITLE = 9.0, 2.1, 0.6
+"""Inches."""
+_PNG_DPI: Final = 150
+_COLOURS: Final = ("#1f6feb", "#d1242f")
 
 
-def draw(samples: Sequence[Sample], *, title: str, num_usable_blocks: int, has_clock: bool) -> str:
-    """Draw samples as an SVG document.
+class PlotLibraryError(Exception):
+    """A picture was asked for, and matplotlib is not installed."""
+
+
+def require_library() -> None:
+    """Raise PlotLibraryError unless pictures can be drawn."""
+    try:
+        import matplotlib.figure  # noqa: F401, PLC0415 - an extra
+    except ImportError as error:
+        raise PlotLibraryError(
+            f"--plot: expected matplotlib, got none ({error}); pip install 'kvplane[plot]', or leave --plot out"
+        ) from error
+
+
+def draw(samples: Sequence[Sample], path: Path, *, title: str, num_usable_blocks: int, has_clock: bool) -> None:
+    """Draw samples into a file.
 
     Args:
         samples: in order of time; at least one.
+        path: where to; its suffix is one of `SUFFIXES`.
         title: what was replayed.
         num_usable_blocks: blocks of the pool.
         has_clock: whether times are seconds; else they count requests.
+
+    Raises:
+        PlotLibraryError: matplotlib is not installed.
+        OSError: the file can not be written.
     """
-    stride = -(-len(samples) // _MOST_POINTS)
-    shown = list(samples[::-1][::stride])[::-1]  # the last is always among them
-    ratio = [sample.hit_tokens / max(1, sample.prompt_tokens) for sample in shown]
-    waiting, running = [float(sample.waiting) for sample in shown], [float(sample.running) for sample in shown]
-    in_use = [sample.blocks_in_use / num_usable_blocks for sample in shown]
-    panels = [_Panel("prefix hit ratio so far, tokens", (("hits", ratio),), 1.0)]
+    require_library()
+    from matplotlib import rc_context  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    # Title of each panel, its lines by their names.
+    panels = [
+        ("prefix hit ratio so far, tokens", {"hits": [one.hit_tokens / max(1, one.prompt_tokens) for one in samples]})
+    ]
     if has_clock:
-        lines = (("waiting", waiting), ("running", running))
-        panels.append(_Panel("requests", lines, max(1.0, *waiting, *running)))
-    panels.append(_Panel("share of the pool in use", (("in use", in_use),), 1.0))
-    last = shown[-1].time or 1.0
-    xs = [_LEFT + _PLOT_WIDTH * sample.time / last for sample in shown]
-    height = _TOP + len(panels) * (_PANEL + _GAP)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" font-family="sans-serif"'
-        ' font-size="12">',
-        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="{_LEFT}" y="24" font-size="15">{escape(title)}</text>',
-    ]
-    for index, panel in enumerate(panels):
-        parts += _panel(panel, _TOP + index * (_PANEL + _GAP), xs)
-    unit = "seconds" if has_clock else "requests"
-    parts.append(f'<text x="{_LEFT + _PLOT_WIDTH}" y="{height - 14}" text-anchor="end">{last:,.0f} {unit}</text>')
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _panel(panel: _Panel, y: float, xs: Sequence[float]) -> list[str]:
-    bottom = y + _PANEL
-    parts = [
-        f'<rect x="{_LEFT}" y="{y}" width="{_PLOT_WIDTH}" height="{_PANEL}" fill="none" stroke="#999"/>',
-        f'<text x="{_LEFT}" y="{y - 6}">{escape(panel.title)}</text>',
-        f'<text x="{_LEFT - 6}" y="{y + 10}" text-anchor="end">{panel.top:g}</text>',
-        f'<text x="{_LEFT - 6}" y="{bottom}" text-anchor="end">0</text>',
-    ]
-    for index, (name, values) in enumerate(panel.lines):
-        colour = _COLOURS[index]
-        points = " ".join(
-            f"{x:.1f},{bottom - _PANEL * value / panel.top:.1f}" for x, value in zip(xs, values, strict=True)
-        )
-        label_x = _LEFT + _PLOT_WIDTH - 70 * index
-        parts += [
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>',
-            f'<text x="{label_x}" y="{y - 6}" text-anchor="end" fill="{colour}">{escape(name)}</text>',
-        ]
-    return parts
+        lines = {"waiting": [float(one.waiting) for one in samples], "running": [float(one.running) for one in samples]}
+        panels.append(("requests", lines))
+    panels.append(("share of the pool in use", {"in use": [one.blocks_in_use / num_usable_blocks for one in samples]}))
+    times = [one.time for one in samples]
+    # Text stays text in an SVG file, and the same samples give the same file.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvplane", "font.size": 9.0}):
+        figure = Figure(figsize=(_WIDTH, _TITLE + _PANEL * len(panels)), layout="constrained")
+        figure.suptitle(title, parse_math=False)
+        for axes, (name, of_panel) in zip(figure.subplots(len(panels), sharex=True), panels, strict=True):
+            axes.set_title(name, loc="left", fontsize="medium")
+            for (label, values), colour in zip(of_panel.items(), _COLOURS, strict=False):
+                axes.plot(times, values, color=colour, label=label, gid=label)
+            axes.set_ylim(0.0, max(1.0, *(max(values) for values in of_panel.values())) * 1.02)
+            axes.margins(x=0.0)
+            axes.legend(
+                loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(of_panel), frameon=False, borderaxespad=0
+            )
+        axes.set_xlabel("seconds" if has_clock else "requests")
+        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
+        figure.savefig(path, dpi=_PNG_DPI, metadata=metadata)

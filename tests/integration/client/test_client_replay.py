@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,9 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_replay_prints_json_and_draws_a_plot(trace: Path, tmp_path: Path) -> None:
-    plot = tmp_path / "plot.svg"
+@pytest.mark.parametrize(("name", "begins_with"), [("plot.svg", b"<?xml"), ("plot.png", b"\x89PNG")])
+def test_replay_prints_json_and_draws_a_plot(trace: Path, tmp_path: Path, name: str, begins_with: bytes) -> None:
+    plot = tmp_path / name
     done = replay(trace, "--num-blocks", 0, "--block-size", 512, "--json", "--plot", plot)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
@@ -36,7 +36,7 @@ def test_replay_prints_json_and_draws_a_plot(trace: Path, tmp_path: Path) -> Non
     assert document["prefix_cache"]["hit_tokens"] == 3 * 512
     assert document["output_tokens"] == 12
     assert document["settings"]["num_blocks"] == 2 + 4 * 3
-    assert ET.parse(plot).getroot().tag.endswith("svg")
+    assert plot.read_bytes().startswith(begins_with)
 
 
 def test_replay_one_at_a_time_prints_a_table_without_times(trace: Path) -> None:
@@ -65,6 +65,8 @@ def test_replay_bad_line_exits_1_and_says_where(trace: Path) -> None:
         (("--num-blocks", "1"), 2, "expected 0, or at least 2"),
         ((), 2, "--num-blocks"),
         (("--num-blocks", "9", "--plot", "/nowhere/plot.svg"), 1, "/nowhere/plot.svg"),
+        (("--num-blocks", "9", "--plot", "plot.pdf"), 2, "expected a file that ends with .svg or .png, got 'plot.pdf'"),
+        (("--num-blocks", "9", "--plot", "plot"), 2, "expected a file that ends with .svg or .png, got 'plot'"),
     ],
 )
 def test_replay_wrong_usage_says_what_is_expected(

@@ -1,7 +1,6 @@
 """Runs small enough to reckon by hand, and the two runners against each other."""
 
 import random
-import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,6 @@ from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.replay.cost_model import CostModel
 from kvmanager_service.replay.one_at_a_time import replay_one_at_a_time
-from kvmanager_service.replay.plot import draw
 from kvmanager_service.replay.report import Measurements, percentiles, summarise, table
 from kvmanager_service.replay.timed import TimedReplay
 from kvmanager_service.replay.trace import TraceRequest
@@ -197,14 +195,3 @@ def test_table_shows_times_only_of_what_has_a_clock() -> None:
     timed = table(summarise(run(trace), settings))
     alone = table(summarise(replay_one_at_a_time(trace, KVCacheManager(40, BLOCK_SIZE)), settings))
     assert timed.row_count == alone.row_count + 7
-
-
-@pytest.mark.parametrize("count", [1, 5000])
-def test_plot_is_well_formed_and_ends_with_the_last_sample(count: int) -> None:
-    found = run([traced(f"r{index}", float(index), (index, 4)) for index in range(count)])
-    drawn = draw(found.samples, title="a < b & c", num_usable_blocks=39, has_clock=True)
-    root = ET.fromstring(drawn)
-    lines = [node.attrib["points"].split() for node in root.iter("{http://www.w3.org/2000/svg}polyline")]
-    assert len(lines) == 4
-    assert all(len(points) == len(lines[0]) <= 900 for points in lines)
-    assert all(points[-1].startswith("870.0,") for points in lines)
