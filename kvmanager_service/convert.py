@@ -69,6 +69,7 @@ def check_request(request: pb.GenerateRequest, model: ModelView) -> SamplingPara
     check_length("request_id", request.request_id, 0, MAX_ID_CHARS_OF_SEVERAL if request.n > 1 else MAX_ID_CHARS)
     check_length("cache_salt", request.cache_salt, 0, MAX_SALT_CHARS)
     check_length("tenant", request.tenant, 0, MAX_TENANT_CHARS)
+    check_length("fork_of", request.fork_of, 0, MAX_ID_CHARS)
     check_priority("retention_priority", request.retention_priority)
     check_count("retention.ranges", request.retention.ranges, MAX_RANGES)
     if request.WhichOneof("prompt") is None:
@@ -134,6 +135,7 @@ def to_new_request(
         retention_priority=request.retention_priority,
         branches=tuple(others),
         family_id=request_id if request.n > 1 else "",
+        fork_of=request.fork_of,
         retention=_retention(request.retention, len(prompt)),
     )
 
@@ -271,6 +273,8 @@ def _check_outputs(request: pb.GenerateRequest) -> None:
         raise invalid_parameter(
             "resume_outputs", "none without n above 1", f"{num_entries} entries", "use resume_token_ids"
         )
+    if request.n > 1 and request.fork_of:
+        raise invalid_parameter("fork_of", "none with n above 1", "one", "fork each output by a request of its own")
     if num_entries not in (0, request.n):
         raise invalid_parameter("resume_outputs", f"n ({request.n}) entries", num_entries, "send one for each output")
     if not open_outputs(request):

@@ -48,9 +48,7 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
         raise TypeError(
             f"unknown options {sorted(unknown)}; expected some of {sorted(GenerateOptions.__annotations__)}"
         )
-    request = pb.GenerateRequest(
-        request_id=_text("request_id", options.get("request_id")) or f"req-{secrets.token_hex(8)}"
-    )
+    request = pb.GenerateRequest(request_id=_text("request_id", options.get("request_id")) or _new_id())
     _set_prompt(request, prompt)
     _copy(options, _SAMPLING, request.sampling)
     _copy(options, _STOPPING, request.stopping)
@@ -58,6 +56,34 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
     _set_collections(request, options)
     _set_retention(request, options.get("retention"))
     _fix_seed(request.sampling)
+    return request
+
+
+def build_fork(
+    parent: pb.GenerateRequest, output: tuple[str, int], token_ids: Sequence[int], request_id: str, seed: int | None
+) -> pb.GenerateRequest:
+    """Builds the request of the first attempt of one that branches off from another.
+
+    Args:
+        parent: The request of the other's first attempt; all but the id and the seed is its.
+        output: What is shared with: the id of the other's current attempt, and which of its outputs.
+        token_ids: The output tokens it begins with.
+        request_id: Its id; empty lets one be chosen.
+        seed: Its seed; None draws one where it samples at random.
+
+    Raises:
+        InvalidArgumentError: A value has a type or a size the wire cannot carry.
+    """
+    request = pb.GenerateRequest()
+    request.CopyFrom(parent)
+    request.request_id = _text("request_id", request_id) or _new_id()
+    request.ClearField("n")
+    request.sampling.ClearField("seed")
+    _copy({} if seed is None else {"seed": seed}, _SAMPLING, request.sampling)
+    _fix_seed(request.sampling)
+    _extend("token_ids", request.resume_token_ids.ids, token_ids)
+    wire_id, index = output
+    request.fork_of = f"{wire_id}#{index}" if index else wire_id
     return request
 
 
@@ -172,6 +198,10 @@ def _text(name: str, value: object) -> str:
     except UnicodeEncodeError as error:
         raise InvalidArgumentError(f"{name}: expected text without lone surrogates: {error}") from error
     return value
+
+
+def _new_id() -> str:
+    return f"req-{secrets.token_hex(8)}"
 
 
 def _fix_seed(sampling: pb.SamplingParams) -> None:

@@ -47,18 +47,24 @@ class ResumableRequest:
     """The state of one request.
 
     Args:
-        request: The request of the first attempt; it has an id.
+        request: The request of the first attempt; it has an id. Tokens that it is to go on from are as if they had
+            arrived.
 
     Attributes:
+        request: That, without these tokens.
+        first_token_ids: These tokens.
         request_id: The id users know.
         wire_id: The id of the current attempt.
         num_outputs: How many outputs it has.
     """
 
     def __init__(self, request: pb.GenerateRequest) -> None:
-        self._request = request
+        self.request = request
         self.num_outputs = max(1, request.n)
         self._outputs = [_Output() for _ in range(self.num_outputs)]
+        self.first_token_ids = list(request.resume_token_ids.ids)
+        self._outputs[0].token_ids += self.first_token_ids
+        request.ClearField("resume_token_ids")
         self._num_open = self.num_outputs
         self._cached_tokens: int | None = None
         self._has_begun = False
@@ -74,13 +80,12 @@ class ResumableRequest:
     def attempt(self) -> pb.GenerateRequest:
         """Returns the message that starts the current attempt."""
         message = pb.GenerateRequest()
-        message.CopyFrom(self._request)
+        message.CopyFrom(self.request)
         message.request_id = self.wire_id
-        if not self._has_begun:
-            return message
         if self.num_outputs == 1:
-            message.resume_token_ids.ids.extend(self._outputs[0].token_ids)
-        else:
+            if self._outputs[0].token_ids:
+                message.resume_token_ids.ids.extend(self._outputs[0].token_ids)
+        elif self._has_begun:
             for output in self._outputs:
                 token_ids = () if output.is_finished else output.token_ids
                 message.resume_outputs.add(token_ids=token_ids, is_finished=output.is_finished)
@@ -118,6 +123,7 @@ class ResumableRequest:
         """
         refused_by_server = bool(error.reason) and not self._has_begun
         if not refused_by_server:
+            self.request.ClearField("fork_of")  # its parent's attempt may have ended with this one
             self._renamed += 1
             suffix = f"~{self._renamed}"
             longest = _MAX_ID_LENGTH if self.num_outputs == 1 else _MAX_ID_LENGTH_OF_SEVERAL

@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
-from kvplane_client._request_builder import build_request
+from kvplane_client._request_builder import build_fork, build_request
 from kvplane_client._resumable import ResumableRequest
 from kvplane_client._stubs import task_is_cancelled
 from kvplane_client.errors import (
@@ -30,7 +30,7 @@ from kvplane_client.errors import (
     error_from_rpc,
     error_from_wire,
 )
-from kvplane_client.many_request import ManyRequest
+from kvplane_client.many_request import Fork, ManyRequest
 from kvplane_client.retry import Deadline, RetryState
 from kvplane_client.types import GenerateOptions, Prompt
 
@@ -91,14 +91,26 @@ class ManyStream:
             AlreadyExistsError: The id belongs to an unfinished request of this stream.
             FailedPreconditionError: The stream is closed.
         """
+        self._require_open()
+        return self._start(ResumableRequest(build_request(prompt, options)), options.get("deadline"))
+
+    def _fork(self, parent: ManyRequest, fork: Fork) -> ManyRequest:
+        """Starts a request that branches off from one of this stream; see :meth:`ManyRequest.fork`."""
+        self._require_open()
+        state = parent.state
+        output = (state.wire_id, fork.index)
+        request = build_fork(state.request, output, fork.token_ids, fork.request_id, fork.seed)
+        return self._start(ResumableRequest(request), fork.deadline)
+
+    def _require_open(self) -> None:
         if self._closed:
             raise FailedPreconditionError("the stream is closed: open another with many()")
-        state = ResumableRequest(build_request(prompt, options))
+
+    def _start(self, state: ResumableRequest, deadline: float | None) -> ManyRequest:
         if any(request.request_id == state.request_id for request in self._requests.values()):
             raise AlreadyExistsError(f"request_id {state.request_id!r} is unfinished on this stream: choose another")
-        deadline = options.get("deadline")
         deadline = self._default_deadline if deadline is None else deadline
-        request = ManyRequest(state, self._new_retry(deadline), self.abort)
+        request = ManyRequest(state, self._new_retry(deadline), self.abort, self._fork)
         self._requests[state.wire_id] = request
         if (seconds := Deadline(deadline).remaining()) is not None:
             request.expiry = asyncio.get_running_loop().call_later(seconds, self._expire, request)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvmanager_service.core.errors import InvalidRequestError
+from kvmanager_service.core.forks import require_common
 from kvmanager_service.core.kv_cache_coordinator import KVCache
 from kvmanager_service.core.request import Request, RequestStatus
 from kvmanager_service.core.request_book import RequestBook
@@ -35,6 +37,30 @@ def fork_followers(plan: StepPlan, kv: KVCache, book: RequestBook) -> None:
             book.fork(follower)
             plan.branch(index, follower)
             book.admitted(follower)
+
+
+def require_fork(parent: Request, request: Request, block_size: int) -> None:
+    """Raise InvalidRequestError unless a new request begins as its parent does, but for the last token of the shorter.
+
+    So must what else decides their K/V. Whether anything can be shared now is of no concern.
+    """
+    try:
+        require_common(parent, request, min(parent.num_tokens, request.num_tokens) - 1, block_size)
+    except ValueError as error:
+        raise InvalidRequestError("NOT_A_FORK", f"fork_of: {error}", field="fork_of") from error
+
+
+def fork(kv: KVCache, parent: Request, request: Request, num_tokens: int) -> bool:
+    """Let a request that begins as its parent does hold its blocks of the first num_tokens tokens, all computed.
+
+    Returns:
+        False when the parent's windows or states have left them; then nothing has changed.
+    """
+    try:
+        kv.fork(parent, request, num_tokens)
+    except ValueError:
+        return False
+    return True
 
 
 def num_acknowledged(request: Request, outstanding: Iterable[Step]) -> int:

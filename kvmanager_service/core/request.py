@@ -91,6 +91,9 @@ class NewRequest:
         branches: each further sequence that is sampled from the same prompt.
         family_id: what it and its branches are called together; empty means as itself. It is another where the first
             of them ended in an earlier stream.
+        fork_of: the request whose blocks it shares where it can; empty means none's. Its tokens, prompt and resumed
+            ones, begin with those that are known of that one, or are a beginning of them; the last of the shorter may
+            be another.
         retention: the same for ranges of its tokens, and for how long; what none covers has `retention_priority`.
     """
 
@@ -110,6 +113,7 @@ class NewRequest:
     retention_priority: int = 0
     branches: tuple[NewBranch, ...] = ()
     family_id: str = ""
+    fork_of: str = ""
     retention: tuple[RetentionRange, ...] = ()
 
 

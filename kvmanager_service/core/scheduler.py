@@ -22,8 +22,7 @@ from collections import deque
 from typing import Final
 
 from kvmanager_service.core import branches
-from kvmanager_service.core.errors import BadResultError, CoreError, InvalidRequestError, PoolInUseError
-from kvmanager_service.core.forks import require_common
+from kvmanager_service.core.errors import BadResultError, CoreError, PoolInUseError
 from kvmanager_service.core.kv_cache_coordinator import KVCache
 from kvmanager_service.core.pool_limit import has_outgrown, outgrown_error, require_fit
 from kvmanager_service.core.request import (
@@ -92,54 +91,41 @@ class Scheduler:
     def add_request(self, new: NewRequest) -> Request:
         """Accept a request, and what branches of it stand in the queue for themselves.
 
+        One that branches off from another (`NewRequest.fork_of`) and has nobody before it in the queue runs at once,
+        where there is a place to: what is computed of the other's tokens, and acknowledged, is shared and not computed
+        again. Otherwise it waits as any request, and for what the prefix cache has.
+
         Raises:
             DuplicateRequestError: the id is waiting or running.
             QueueFullError: max_waiting requests wait.
             InvalidRequestError: the known sequence and one more token can never fit the pool, there are more branches
-                than may run or wait together, or what is said of an adapter or of spans of the prompt cannot be.
+                than may run or wait together, what is said of an adapter or of spans of the prompt cannot be, or it
+            branches off from a request with other tokens.
         """
         requests = self.book.new_requests(new)
         for request in requests:
             require_fit(self.kv, request)
-        for request in requests:
-            self.book.add(request)
-        return requests[0]
-
-    def fork(self, parent_id: str, new: NewRequest) -> Request:
-        """Accept a request that begins with tokens of another one: for searches that branch as they go.
-
-        What is computed of them, and acknowledged, is shared and not computed again. Without a place to run at once, or
-        when the parent waits, the request is one like any other, and waits for what the prefix cache has.
-
-        Args:
-            parent_id: a waiting or running request.
-            new: its tokens, prompt and resumed ones, begin with those of the parent that are shared: all that are known
-                but the last, or as many as it has but one. What else decides their K/V is the same.
-
-        Raises:
-            UnknownRequestError: the parent has ended.
-            InvalidRequestError: the tokens, or what else decides their K/V, are others, or the parent's tables do not
-                hold them any more; or as `add_request` does, as all other errors are.
-        """
-        parent = self.book.known(parent_id)
-        requests = self.book.new_requests(new)
-        for request in requests:
-            require_fit(self.kv, request)
-        request = requests[0]
-        num_shared = min(branches.num_acknowledged(parent, self.outstanding), request.num_tokens - 1)
-        shares = num_shared > 0 and self.book.has_room(request)
-        try:
-            require_common(parent, request, min(parent.num_tokens, request.num_tokens) - 1, self.kv.block_size)
-            if shares:
-                self.kv.fork(parent, request, num_shared)
-        except ValueError as error:
-            raise InvalidRequestError("NOT_A_FORK", str(error), parent_id=parent_id) from error
+        request, parent = requests[0], self._parent_of(new)
+        if parent is not None:
+            branches.require_fork(parent, request, self.kv.block_size)
+        is_next = not len(self.waiting)
         for one in requests:
             self.book.add(one)
-        if shares:
+        if parent is not None and is_next:
+            self._share(parent, request)
+        return request
+
+    def _parent_of(self, new: NewRequest) -> Request | None:
+        """The request that a new one branches off from. One that has ended is none, nor is another tenant's."""
+        parent = self.requests.get(new.fork_of)
+        return parent if parent is not None and parent.tenant == new.tenant else None
+
+    def _share(self, parent: Request, request: Request) -> None:
+        """Let a new request, which is next, run at once from what its parent has computed, if that can be."""
+        num_shared = min(branches.num_acknowledged(parent, self.outstanding), request.num_tokens - 1)
+        if num_shared > 0 and self.book.has_room(request) and branches.fork(self.kv, parent, request, num_shared):
             self.book.start(request)
             self.book.admitted(request)
-        return request
 
     def abort(self, request_id: str, tenant: str | None = None) -> None:
         """End a request with all its branches, or one branch, wherever it stands; its blocks are free on return.

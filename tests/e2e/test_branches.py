@@ -12,13 +12,16 @@ from kvplane_client import (
     AsyncClient,
     FinishReason,
     GenerateOptions,
+    InvalidArgumentError,
     NotFoundError,
     RetryPolicy,
     branch_seed,
 )
 from kvplane_client.types import CompletionBuilder
 
+from executor_service.backends.sim_digest import expected_tokens
 from tests.e2e.cluster import Cluster, Proxy, settled
+from tests.e2e.load import VOCAB_SIZE
 from tests.e2e.model_cluster import ModelCluster, model_cluster
 from tests.unit.executor.step_builder import prompt_of, save_tiny_model
 
@@ -92,6 +95,36 @@ async def test_cancelled_call_ends_every_output(cluster: Cluster) -> None:
             await anext(stream)
         stats = await settled(client)
     assert stats.requests_finished == {"abort": 3}
+
+
+async def test_forks_compute_nothing_that_their_parent_has_computed(cluster: Cluster) -> None:
+    """Without a prefix cache: a fork of a fork, and one whose last token is another, while all of them run."""
+    cluster.start({"enable_prefix_caching": False}, sim_step_ms=20, block_size=16, sim_num_blocks=200)
+    async with cluster.client() as client, client.many() as many:
+        before = await settled(client)
+        parent = many.submit(PROMPT, temperature=1.0, seed=1, max_tokens=200)
+        tokens = [token for _ in range(7) for token in (await anext(parent)).token_ids]
+        fork = parent.fork(seed=2)
+        of_fork = [token for _ in range(4) for token in (await anext(fork)).token_ids]
+        grandchild = fork.fork(seed=3)
+        beam = parent.fork(token_ids=[*tokens[:-1], 77], seed=4)
+        outputs = await asyncio.gather(*(one.completion() for one in (parent, fork, grandchild, beam)))
+        after = await settled(client)
+        refused = many.submit(PROMPT, temperature=0.0, max_tokens=200)
+        for _ in range(3):
+            await anext(refused)
+        with pytest.raises(InvalidArgumentError) as caught:
+            await refused.fork(token_ids=[1, 2]).completion()
+    assert (caught.value.reason, caught.value.metadata["field"]) == ("NOT_A_FORK", "fork_of")
+    starts = [[], tokens, tokens + of_fork, [*tokens[:-1], 77]]
+    heads = [tokens, of_fork, [], []]  # what was taken of each before its end was waited for
+    for seed, (start, head, output) in enumerate(zip(starts, heads, outputs, strict=True), start=1):
+        expected = expected_tokens(PROMPT + start, 200 - len(start), vocab_size=VOCAB_SIZE, seed=seed, temperature=1.0)
+        assert head + list(output.token_ids) == expected
+        assert output.usage.completion_tokens == 200
+    # The prompt once; of each all tokens but the last, beginning with the last that it was forked with.
+    computed = len(PROMPT) + 199 + sum(200 - len(start) for start in starts[1:])
+    assert after.tokens_computed - before.tokens_computed == computed
 
 
 async def test_stream_cut_again_and_again_gives_every_output_once(cluster: Cluster) -> None:

@@ -320,3 +320,83 @@ async def test_id_in_use_on_the_stream_is_refused(client: AsyncClient, manager: 
             many.submit("b", request_id="x")
         assert (await first.completion()).text == TEXT
         assert (await many.submit("a", request_id="x").completion()).text == TEXT
+
+
+async def test_fork_goes_on_from_what_was_taken_with_a_seed_of_its_own(
+    client: AsyncClient, manager: ScriptedManager
+) -> None:
+    manager.scripts.many = [one_by_one()]
+    async with client.many() as many:
+        parent = many.submit("a", request_id="parent", seed=7, top_k=3, max_tokens=20, priority=2)
+        taken = [await anext(parent) for _ in range(4)]
+        fork = parent.fork(request_id="fork")
+        beam = parent.fork(token_ids=list(TEXT.encode()[:2]), seed=9)
+        assert (await parent.completion()).token_ids == tuple(TEXT.encode()[4:20])
+        for request, start in ((fork, 4), (beam, 2)):
+            assert (await request.completion()).token_ids == tuple(TEXT.encode()[start:20])
+
+    assert b"".join(bytes(chunk.token_ids) for chunk in taken) == TEXT.encode()[:4]
+    first, *forks = [order.generate for order in manager.scripts.of("GenerateMany")]
+    for order, start in zip(forks, (4, 2), strict=True):
+        assert order.fork_of == "parent"
+        assert bytes(order.resume_token_ids.ids) == TEXT.encode()[:start]
+        assert (order.text, order.sampling.top_k, order.stopping.max_tokens, order.priority) == ("a", 3, 20, 2)
+    assert forks[0].request_id == "fork"
+    assert forks[0].sampling.seed != first.sampling.seed
+    assert forks[1].sampling.seed == 9
+
+
+async def test_fork_of_one_of_several_outputs_names_it_and_is_one_output(
+    client: AsyncClient, manager: ScriptedManager
+) -> None:
+    manager.scripts.many = [one_by_one()]
+    async with client.many() as many:
+        parent = many.submit("a", n=2, request_id="parent")
+        with pytest.raises(InvalidArgumentError, match="index: expected 0 to 1, got 2"):
+            parent.fork(index=2)
+        with pytest.raises(AlreadyExistsError):
+            parent.fork(request_id="parent")
+        fork = parent.fork(index=1, deadline=60)
+        again = fork.fork()
+        assert [len(await request.completions()) for request in (parent, fork, again)] == [2, 1, 1]
+    with pytest.raises(FailedPreconditionError):
+        parent.fork()
+
+    _, *forks = [order.generate for order in manager.scripts.of("GenerateMany")]
+    assert [(order.fork_of, order.n, len(order.resume_token_ids.ids)) for order in forks] == [
+        ("parent#1", 0, 0),
+        (fork.request_id, 0, 0),
+    ]
+
+
+async def test_fork_of_a_fork_has_the_tokens_of_both(client: AsyncClient, manager: ScriptedManager) -> None:
+    manager.scripts.many = [one_by_one()]
+    async with client.many() as many:
+        parent = many.submit("a")
+        await anext(parent)
+        child = parent.fork()
+        await anext(child)
+        grandchild = child.fork()
+        assert (await grandchild.completion()).token_ids == tuple(TEXT.encode()[2:])
+    assert bytes(manager.scripts.of("GenerateMany")[-1].generate.resume_token_ids.ids) == TEXT.encode()[:2]
+
+
+async def test_fork_that_breaks_goes_on_by_itself(client: AsyncClient, manager: ScriptedManager) -> None:
+    """Its parent may be gone by then, or have another id: it names none any more."""
+    forked = asyncio.Event()
+    manager.scripts.many = [one_by_one(break_after=12, until=forked), one_by_one()]
+    async with client.many() as many:
+        parent = many.submit("a", request_id="parent")
+        await anext(parent)
+        fork = parent.fork(request_id="fork")
+        first = await anext(fork)
+        forked.set()
+        rest = await fork.completion()
+        await parent.completion()
+
+    assert first.token_ids + rest.token_ids == tuple(TEXT.encode()[1:])
+    orders = [order.generate for order in manager.scripts.of("GenerateMany")]
+    mine = [order for order in orders if order.request_id.startswith("fork")]
+    assert [(order.request_id, order.fork_of) for order in mine] == [("fork", "parent"), ("fork~1", "")]
+    assert len(mine[1].resume_token_ids.ids) > 1
+    assert mine[0].sampling.seed == mine[1].sampling.seed

@@ -16,12 +16,14 @@ from kvmanager_service.core.errors import (
 from kvmanager_service.core.extra_keys import KeyDomain, LoraAdapter, PromptSpan
 from kvmanager_service.core.fair_queue import FairWeights
 from kvmanager_service.core.forks import branch_id
-from kvmanager_service.core.request import FinishReason, NewBranch, NewRequest, RequestStatus
+from kvmanager_service.core.kv_groups import SlidingWindow
+from kvmanager_service.core.request import FinishReason, NewBranch, NewRequest, Request, RequestStatus
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.suspects import MAX_FAILED_STEPS
 from kvmanager_service.step_message import build_execute_request
 from tests.unit.core.builders import (
     block_ids,
+    make_coordinator,
     make_kv,
     make_new,
     make_result,
@@ -39,6 +41,11 @@ def with_branches(new: NewRequest, count: int) -> NewRequest:
     """The same request with so many further sequences, seeds 101, 102, …"""
     branches = tuple(NewBranch(f"{new.request_id}#{index}", 100 + index) for index in range(1, count + 1))
     return dataclasses.replace(new, branches=branches)
+
+
+def fork(scheduler: Scheduler, parent_id: str, new: NewRequest) -> Request:
+    """Add a request that branches off from another."""
+    return scheduler.add_request(dataclasses.replace(new, fork_of=parent_id))
 
 
 def started(count: int = 2, prompt: int = 6, **values: object) -> Scheduler:
@@ -557,7 +564,7 @@ def grown(num_tokens: int = 3) -> Scheduler:
 def test_fork_computes_only_what_the_parent_has_not() -> None:
     scheduler = grown(3)
     computed = scheduler.stats.tokens_computed
-    child = scheduler.fork("a", make_new("b", range(6), resumed=[7, 7, 50]))
+    child = fork(scheduler, "a", make_new("b", range(6), resumed=[7, 7, 50]))
     assert child.status is RequestStatus.RUNNING
     assert child.num_computed_tokens == 8
     assert block_ids(child.blocks) == block_ids(scheduler.requests["a"].blocks)[:2]
@@ -568,7 +575,7 @@ def test_fork_computes_only_what_the_parent_has_not() -> None:
 
 def test_fork_in_the_middle_of_a_block_copies_it() -> None:
     scheduler = grown(2)
-    scheduler.fork("a", make_new("b", range(6), resumed=[50]))
+    fork(scheduler, "a", make_new("b", range(6), resumed=[50]))
     step = run_step(scheduler)
     assert rows_of(step) == {"a": (7, 1), "b": (6, 1)}
     assert len(step.copies) == 1
@@ -580,7 +587,7 @@ def test_fork_shares_only_what_is_acknowledged() -> None:
     run_step(scheduler)
     scheduler.schedule()
     assert scheduler.requests["a"].num_computed_tokens == 8
-    assert scheduler.fork("a", make_new("b", [*range(9), 50])).num_computed_tokens == 4
+    assert fork(scheduler, "a", make_new("b", [*range(9), 50])).num_computed_tokens == 4
     scheduler.check_integrity()
 
 
@@ -589,13 +596,11 @@ def test_fork_with_other_tokens_or_keys_is_refused_and_changes_nothing() -> None
     before = state_of(scheduler)
     for new in (make_new("b", [9, 9, 9, 9]), make_new("b", range(7), salt="s")):
         with pytest.raises(InvalidRequestError) as caught:
-            scheduler.fork("a", new)
+            fork(scheduler, "a", new)
         assert caught.value.reason == "NOT_A_FORK"
         assert state_of(scheduler) == before
-    with pytest.raises(UnknownRequestError):
-        scheduler.fork("x", make_new("b", range(7)))
     with pytest.raises(DuplicateRequestError):
-        scheduler.fork("a", make_new("a", range(7)))
+        fork(scheduler, "a", make_new("a", range(7)))
     assert state_of(scheduler) == before
 
 
@@ -603,7 +608,7 @@ def test_fork_without_a_place_waits() -> None:
     scheduler = make_scheduler(make_kv(num_blocks=20), max_num_seqs=1)
     scheduler.add_request(make_new("a", range(6)))
     run_step(scheduler)
-    child = scheduler.fork("a", make_new("b", range(6), resumed=[50]))
+    child = fork(scheduler, "a", make_new("b", range(6), resumed=[50]))
     assert child.status is RequestStatus.WAITING
     scheduler.abort("a")
     assert rows_of(run_step(scheduler)) == {"b": (4, 3)}
@@ -626,15 +631,14 @@ def test_fork_that_waits_has_the_parents_tokens_and_keys_or_is_refused(place: st
         make_new("b", [9, 9, 9, 9, 9, 9]),
         make_new("b", [*range(4), 9, 9]),
         make_new("b", range(6), salt="s"),
-        make_new("b", range(6), tenant="t", is_isolated=True),
         make_new("b", range(6), lora=LoraAdapter("l")),
         make_new("b", range(6), spans=[PromptSpan(KeyDomain.MULTIMODAL_ITEM, bytes(16), 1, 2)]),
     ):
         with pytest.raises(InvalidRequestError) as caught:
-            scheduler.fork(parent, new)
+            fork(scheduler, parent, new)
         assert caught.value.reason == "NOT_A_FORK"
         assert state_of(scheduler) == before
-    assert scheduler.fork(parent, make_new("b", range(6))).status is RequestStatus.WAITING
+    assert fork(scheduler, parent, make_new("b", range(6))).status is RequestStatus.WAITING
     scheduler.check_integrity()
 
 
@@ -643,7 +647,44 @@ def test_fork_of_what_the_parent_knows_and_has_not_computed_is_checked_too() -> 
     scheduler.add_request(make_new("a", range(10)))
     run_step(scheduler)
     with pytest.raises(InvalidRequestError, match="begin with the 8 tokens"):
-        scheduler.fork("a", make_new("b", [*range(4), 50, 51, 52, 53, 54]))
+        fork(scheduler, "a", make_new("b", [*range(4), 50, 51, 52, 53, 54]))
+
+
+@pytest.mark.parametrize("parent", ["ended", "another tenant's", "never there"])
+def test_fork_of_a_request_that_is_none_to_it_is_one_like_any_other(parent: str) -> None:
+    """Whether such a request is there at all, nobody learns, though the tokens are others."""
+    scheduler = grown(3)
+    if parent == "ended":
+        scheduler.abort("a")
+    tenant = "t" if parent == "another tenant's" else ""
+    child = fork(scheduler, "x" if parent == "never there" else "a", make_new("b", [8, 8, 8, 8], tenant=tenant))
+    assert child.status is RequestStatus.WAITING
+    assert rows_of(run_step(scheduler))["b"] == (0, 4)
+
+
+def test_fork_of_what_the_parents_window_has_left_computes_it_again() -> None:
+    """Of the parent's 13 tokens a window of 8 still holds the last: one fork shares them, the other finds them gone."""
+    scheduler = make_scheduler(make_coordinator([SlidingWindow(4, 8)]))
+    scheduler.add_request(make_new("a", range(6)))
+    for _ in range(7):
+        run_step(scheduler)
+    late = fork(scheduler, "a", make_new("late", range(6), resumed=[7] * 6 + [50]))
+    assert (late.status, late.num_computed_tokens) == (RequestStatus.RUNNING, 12)
+    early = fork(scheduler, "a", make_new("early", range(4)))
+    assert early.status is RequestStatus.WAITING
+    scheduler.check_integrity()
+    assert rows_of(run_step(scheduler)) == {"a": (12, 1), "late": (12, 1), "early": (0, 4)}
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+def test_fork_does_not_overtake_those_who_wait(policy: str) -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=20), policy=policy)
+    scheduler.add_request(make_new("a", range(6)))
+    run_step(scheduler)
+    scheduler.add_request(make_new("w", 6))
+    child = fork(scheduler, "a", make_new("b", range(6), resumed=[50]))
+    assert child.status is RequestStatus.WAITING
+    assert list(rows_of(run_step(scheduler))) == ["a", "w", "b"]
 
 
 def test_beam_search_computes_no_token_twice() -> None:
@@ -656,7 +697,7 @@ def test_beam_search_computes_no_token_twice() -> None:
         scheduler.abort(other)
         tokens = read_int32(scheduler.requests[best].tokens(6, 7 + turn))
         other = f"b{turn}"
-        child = scheduler.fork(best, make_new(other, range(6), resumed=[*tokens[:-1], 100 + turn], max_tokens=100))
+        child = fork(scheduler, best, make_new(other, range(6), resumed=[*tokens[:-1], 100 + turn], max_tokens=100))
         assert child.num_computed_tokens == 6 + turn
         run_step(scheduler, {best: 20, other: 30})
         best, other = other, best

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -396,7 +397,8 @@ def fork_inside_the_pin(max_tokens: int = 8) -> Scheduler:
     scheduler.add_request(make_new("parent", SYSTEM))
     run_step(scheduler)
     scheduler.pins.pin(make_pin("system", SYSTEM))
-    scheduler.fork("parent", make_new("child", SYSTEM[:7], max_tokens=max_tokens))
+    child = make_new("child", SYSTEM[:7], max_tokens=max_tokens)
+    scheduler.add_request(dataclasses.replace(child, fork_of="parent"))
     scheduler.abort("parent")
     scheduler.check_integrity()
     return scheduler

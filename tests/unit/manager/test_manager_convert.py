@@ -78,6 +78,7 @@ def test_convert_all_set_arrives() -> None:
         cache_salt="s",
         tenant="t",
         resume_token_ids=pb.TokenIds(ids=[7, 8]),
+        fork_of="parent",
     )
     new = convert(request)
     assert new.sampling == SamplingParams(0.5, 3, 0.5, 0.25, 1.5, -2.0, 2.0, ((4, -100.0), (9, 1.5)), 0)
@@ -87,6 +88,7 @@ def test_convert_all_set_arrives() -> None:
         RetentionRange(0, 1, 90, 1.5), RetentionRange(0, 1, -4), RetentionRange(1, END_OF_SEQUENCE, 0, 0.001),
     )  # fmt: skip
     assert (new.seed, new.priority, new.cache_salt, int32s(new.resumed)) == (2**64 - 1, -3, "s", [7, 8])
+    assert new.fork_of == "parent"
     assert new.tenant == "t"
     assert new.sampling is convert(request).sampling  # equal parameters are one object, found by identity
 
@@ -142,6 +144,8 @@ BAD = [
     (generate_request(request_id="x" * 253, n=2), "request_id"),
     (generate_request(cache_salt="x" * 257), "cache_salt"),
     (generate_request(tenant="x" * 257), "tenant"),
+    (generate_request(fork_of="x" * 257), "fork_of"),
+    (generate_request(fork_of="x", n=2), "fork_of"),
     (generate_request(1, retention=pb.Retention(ranges=[pb.RetentionRange()] * 65)), "retention.ranges"),
     (generate_request(retention_priority=101), "retention_priority"),
     (generate_request(retention_priority=-101), "retention_priority"),

@@ -39,6 +39,7 @@ class GenerateRequest(google.protobuf.message.Message):
     N_FIELD_NUMBER: builtins.int
     RETENTION_FIELD_NUMBER: builtins.int
     RESUME_OUTPUTS_FIELD_NUMBER: builtins.int
+    FORK_OF_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """request_id names the request, at most 256 characters, 252 with n above 1. Empty lets the server choose one. An id
     that is waiting or running gets ALREADY_EXISTS.
@@ -72,6 +73,15 @@ class GenerateRequest(google.protobuf.message.Message):
     max_waiting; 0 means 1, and INVALID_ARGUMENT beyond. The prompt is computed once. Output i is what a request of its
     own would produce with the seed (sampling.seed + i * 0x9E3779B97F4A7C15) mod 2^64, so that output 0 is that of
     n = 1. Each has its own end; an error ends the request, and with it the others.
+    """
+    fork_of: builtins.str
+    """fork_of names a waiting or running request of the same tenant, or one of its outputs ("id#i", for i from 1), that this
+    one branches off from, at most 256 characters. The prompt with resume_token_ids begins with the tokens that are known
+    of that one, or is a beginning of them; the last token of the shorter may be another. Then the blocks of what they
+    have in common are shared, a partly filled one, too, and copied before either writes to it: nothing of it is computed
+    again. It changes no token of the output. When that request has ended, or others wait to run, this one is as if it
+    named none. INVALID_ARGUMENT with n above 1, and, NOT_A_FORK, when its tokens or its cache_salt are others. Empty
+    means none.
     """
     @property
     def token_ids(self) -> Global___TokenIds:
@@ -130,10 +140,11 @@ class GenerateRequest(google.protobuf.message.Message):
         n: builtins.int = ...,
         retention: Global___Retention | None = ...,
         resume_outputs: collections.abc.Iterable[Global___ResumedOutput] | None = ...,
+        fork_of: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["chat", b"chat", "prompt", b"prompt", "resume_token_ids", b"resume_token_ids", "retention", b"retention", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_outputs", b"resume_outputs", "resume_token_ids", b"resume_token_ids", "retention", b"retention", "retention_priority", b"retention_priority", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "fork_of", b"fork_of", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_outputs", b"resume_outputs", "resume_token_ids", b"resume_token_ids", "retention", b"retention", "retention_priority", b"retention_priority", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: typing_extensions.TypeAlias = typing.Literal["text", "token_ids", "chat"]
     _WhichOneofArgType_prompt: typing_extensions.TypeAlias = typing.Literal["prompt", b"prompt"]
