@@ -151,6 +151,7 @@ def calibrated_scales(
     name: str,
     passages: Sequence[Sequence[int]],
     device: torch.device,
+    *,
     of_all_heads: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> KvScales:
     """Scales from the largest K and V that the model makes of some passages.

@@ -424,7 +424,7 @@ class TorchBackend(Backend):
         if scales is None:
             passages = calibration_passages(loaded.tokenizer_files, loaded.vocab_size, loaded.max_model_len)
             of_all_heads = self._shard.largest if self._shard else None
-            scales = calibrated_scales(runner, layout, name, passages, self._device, of_all_heads)
+            scales = calibrated_scales(runner, layout, name, passages, self._device, of_all_heads=of_all_heads)
         self._codecs = layer_codecs(layout.dtype, scales.keys, scales.values)
         _log.info(
             "kv_scales", kv_cache_dtype=name, source=scales.source, k=_range(scales.keys), v=_range(scales.values)

@@ -75,7 +75,5 @@ def without_sampling(batch: StepBatch) -> StepBatch:
     if sampling is None:
         return batch
     none = np.empty(0, dtype=np.int32)
-    bare = replace(
-        sampling, params=(), params_index=none, seeds=none.astype(np.uint64), positions=none, histories={}
-    )
+    bare = replace(sampling, params=(), params_index=none, seeds=none.astype(np.uint64), positions=none, histories={})
     return replace(batch, sampling=bare)

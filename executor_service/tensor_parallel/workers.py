@@ -41,7 +41,9 @@ class _Worker:
         with theirs:
             command = [sys.executable, "-m", "executor_service.tensor_parallel.worker", str(theirs.fileno())]
             # Its standard input is never written to: its end tells the worker of ours.
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),))
+            self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                command, stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),)
+            )
         # A worker that has stopped reads nothing: then a long message must fail rather than wait for ever.
         whole = int(told.timeout_s)
         micro = int((told.timeout_s - whole) * 1e6)
