@@ -78,6 +78,14 @@ async def test_conformance_of_torch_executor_passes_with_numerics(model):
 
 
 @pytest.mark.filterwarnings("ignore")
+async def test_conformance_of_torch_executor_of_two_ranks_passes_with_numerics(model):
+    async with running_executor(config("torch", model, dtype="float32", tensor_parallel_size=2)) as server:
+        _, results = await tried(server.address, model=ReferenceModel(model))
+    assert failures(results) == {}
+    assert skipped(results) == set()
+
+
+@pytest.mark.filterwarnings("ignore")
 async def test_conformance_of_torch_executor_with_other_weights_fails(model, tmp_path):
     """The reference is no tautology: the same architecture with weights of another seed is found out."""
     write_model(tmp_path, 1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
 
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
 from executor_service.backends.base import BackendError, NotEnoughMemoryError
 from executor_service.backends.registry import create_backend
@@ -49,6 +51,25 @@ def test_load_model_that_cannot_be_split_is_refused_and_leaves_no_process(folder
     backend.close()
     assert not workers()
     assert len(lost) == 1
+
+
+def test_profile_memory_has_the_minimum_of_what_the_ranks_measured(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    backend = create_backend(config(folder, log_format="json"))
+    info = backend.load()
+    with capture_logs() as own:
+        profile = backend.profile_memory(64, 8)
+    backend.close()
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    (told,) = [line for line in lines if line["event"] == "memory_profile"]
+    assert told["rank"] == "1"
+    (mine,) = [event for event in own if event["event"] == "memory_profile"]
+    assert mine["measured_num_blocks"] != told["measured_num_blocks"], "two processes do not hold the same to a byte"
+    tightest = min((mine, told), key=lambda event: event["measured_num_blocks"])
+    assert profile.num_blocks == tightest["num_blocks"]
+    assert profile.available_bytes == 2 * tightest["available_bytes"]
+    assert profile.bytes_per_block == info.kv_groups[0].bytes_per_block == 2 * tightest["bytes_per_block"]
 
 
 def test_profile_memory_too_little_in_a_rank_is_refused_with_its_numbers(folder: Path) -> None:
