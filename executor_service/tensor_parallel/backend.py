@@ -166,22 +166,18 @@ class TensorParallelBackend(Backend):
             except (BackendError, RuntimeError) as error:
                 raise workers.cause(Failure.of(error).error(0, self._size)) from error
             return value, workers.answers(patiently=patiently)
-        except BackendError as error:
-            workers.give_up(error)
+        except Exception as error:
+            workers.give_up(error if isinstance(error, BackendError) else Failure.of(error).error(0, self._size))
             raise
 
     def _each(self, name: str, own: Callable[[], None], *arguments: object, patiently: bool = False) -> None:
         """Do a call without exchanges in all ranks. Every rank's answer is taken, whatever another's is."""
         workers = self._running()
         workers.call(name, *arguments)
-        failed: BackendError | None = None
         try:
             own()
-        except BackendError as error:
-            failed = error
-        workers.answers(patiently=patiently)
-        if failed is not None:
-            raise Failure.of(failed).error(0, self._size)
+        finally:
+            workers.answers(patiently=patiently)
 
     def _running(self) -> Workers:
         if self._workers is None:
