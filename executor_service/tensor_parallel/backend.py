@@ -197,6 +197,7 @@ def rank_configs(config: ExecutorConfig) -> list[ExecutorConfig]:
         "tensor_parallel_size": 1,
         "num_threads": max(1, (config.num_threads or torch.get_num_threads()) // size),
         "swap_space": config.swap_space // size,
+        "enforce_eager": True,  # a recorded step would hold exchanges that rank 0 gathers and others do not
     }
     if device.type == "cpu":
         shared["memory_limit"] = total_memory(device, config.memory_limit) // size

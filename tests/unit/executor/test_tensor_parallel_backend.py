@@ -142,9 +142,9 @@ def test_initialize_kv_cache_without_room_is_refused_and_the_ranks_live_on(
 def test_rank_configs_share_what_is_the_executors_as_a_whole(folder: Path) -> None:
     ranks = rank_configs(config(folder, tensor_parallel_size=2, num_threads=5, num_blocks_override=9))
     assert [
-        (one.memory_limit, one.swap_space, one.num_threads, one.num_blocks_override, one.tensor_parallel_size)
-        for one in ranks
-    ] == [(3 << 30, 1 << 19, 2, 9, 1)] * 2
+        (one.memory_limit, one.swap_space, one.num_threads, one.num_blocks_override, one.enforce_eager) for one in ranks
+    ] == [(3 << 30, 1 << 19, 2, 9, True)] * 2
+    assert {one.tensor_parallel_size for one in ranks} == {1}
     assert rank_configs(config(folder, tensor_parallel_size=2, num_threads=1))[0].num_threads == 1
 
 
