@@ -119,11 +119,26 @@ class ExecutorConfig(BaseSettings):
     num_blocks_override: int | None = Field(
         None, ge=2, description="KV blocks (the null block included), in place of what was measured."
     )
-    num_threads: int | None = Field(None, ge=1, description="CPU threads to compute with. Default: torch's own.")
+    num_threads: int | None = Field(
+        None, ge=1, description="CPU threads to compute with, of all processes together. Default: torch's own."
+    )
     enforce_eager: bool = Field(
         False,
         description="Launch the kernels of every decode step one by one. Default: on a GPU, and where the backend's"
         " kernels allow it (triton), decode steps are recorded as CUDA graphs and replayed.",
+    )
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Processes that share one model: each has a part of the weights and some of the K/V heads, on a"
+        " GPU of its own where there are GPUs.",
+    )
+    tensor_parallel_timeout_s: float = Field(
+        120.0,
+        ge=1,
+        le=3600,
+        description="Seconds such a process waits in a step for the others before all of them end.",
     )
     cache_dir: Path | None = Field(None, description="Folder for converted models. Default: the user's cache folder.")
     exit_with_parent: bool = Field(

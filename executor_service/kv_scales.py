@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,7 +146,13 @@ def _bad_scales(folder: Path, got: str) -> BackendError:
 
 
 def calibrated_scales(
-    runner: ModelRunner, layout: KvLayout, name: str, passages: Sequence[Sequence[int]], device: torch.device
+    runner: ModelRunner,
+    layout: KvLayout,
+    name: str,
+    passages: Sequence[Sequence[int]],
+    device: torch.device,
+    *,
+    of_all_heads: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> KvScales:
     """Scales from the largest K and V that the model makes of some passages.
 
@@ -156,6 +162,7 @@ def calibrated_scales(
         name: the fp8 type.
         passages: token ids of each, from the beginning of a sequence.
         device: where the model computes.
+        of_all_heads: makes of the largest values of this process's heads those of all; None where it has all.
 
     Raises:
         BackendError: what the model computes is not finite.
@@ -169,6 +176,8 @@ def calibrated_scales(
         # What earlier passages left in the cache counts once more, which changes no maximum.
         seen = torch.stack([layer.abs().flatten(1).amax(dim=1) for layer in cache.layers])
         largest = torch.maximum(largest, seen.float().cpu())
+    if of_all_heads is not None:
+        largest = of_all_heads(largest)
     if not torch.isfinite(largest).all():
         raise BackendError(
             "NON_FINITE_KV",

@@ -53,6 +53,7 @@ def load_model(
     name: str | None = None,
     cache_dir: Path | None = None,
     admit: Callable[[int], None] = lambda weights_bytes: None,
+    take_part: Callable[[PreTrainedModel], None] | None = None,
 ) -> LoadedModel:
     """Load a model.
 
@@ -64,6 +65,7 @@ def load_model(
         name: what to call it; None derives it from the source.
         cache_dir: where converted GGUF files lie; None is `default_cache_dir()`.
         admit: told how many bytes the weights will take before they are read; it raises what ends the load.
+        take_part: cuts the model, before it goes to the device, to what this process has of it; None keeps all of it.
 
     Raises:
         BackendError: it can not be found or read, or is of a kind that the paged attention does not run.
@@ -82,7 +84,10 @@ def load_model(
     check_architecture(config)
     length = resolve_max_model_len(config, max_model_len)
     admit(weight_bytes(folder, config, _DTYPES.get(dtype, config.dtype)))
-    model = _read_weights(folder, config, dtype, device)
+    model = _read_weights(folder, config, dtype)
+    if take_part is not None:
+        take_part(model)
+    model = model.to(device).eval().requires_grad_(requires_grad=False)
     return LoadedModel(
         model=model,
         name=name or _derived_name(source),
@@ -211,12 +216,12 @@ def resolve_max_model_len(config: PreTrainedConfig, asked: int | None) -> int:
     return int(asked if asked is not None else positions)
 
 
-def _read_weights(folder: Path, config: PreTrainedConfig, dtype: str, device: torch.device) -> PreTrainedModel:
-    """Weights through transformers, mapped from the files and copied tensor by tensor."""
+def _read_weights(folder: Path, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
+    """Weights through transformers, on the CPU: mapped from the files where their type is the one wanted."""
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        return AutoModelForCausalLM.from_pretrained(  # type: ignore[no-any-return]
             folder,
             config=config,
             dtype=_DTYPES.get(dtype, "auto"),
@@ -230,7 +235,6 @@ def _read_weights(folder: Path, config: PreTrainedConfig, dtype: str, device: to
     finally:
         if bars:
             transformers_logging.enable_progress_bar()
-    return model.to(device).eval().requires_grad_(requires_grad=False)
 
 
 def _derived_name(source: str) -> str:

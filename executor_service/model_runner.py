@@ -224,10 +224,7 @@ class ModelRunner:
     def run(self, batch: StepBatch, cache: PagedKvCache) -> StepResult:
         """One step: K/V of all rows written, then attention, then sampling."""
         logits = self.forward(batch, cache)
-        failures = [
-            RowFailure(row, "NON_FINITE_KV", "what the row computed for its last layer's K/V is NaN or infinite")
-            for row in _rows_with_bad_kv(batch, cache, self._groups)
-        ]
+        failures = _bad_kv(batch, cache, self._groups)
         if batch.sampling is None:
             return StepResult(np.zeros(0, dtype=np.int32), failures=failures)
         result = sample(logits, batch.sampling)
@@ -240,6 +237,12 @@ class ModelRunner:
             for index in result.failed
         ]
         return StepResult(result.token_ids, result.logprobs, failures)
+
+    @torch.inference_mode()
+    def follow(self, batch: StepBatch, cache: PagedKvCache) -> list[RowFailure]:
+        """One step without sampling, for a rank that another one samples for. Returns rows with K/V not finite here."""
+        self.forward(batch, cache)
+        return _bad_kv(batch, cache, self._groups)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: PagedKvCache) -> torch.Tensor:
@@ -295,6 +298,12 @@ class ModelRunner:
     def _to_device(self, column: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> torch.Tensor:
         """One sequence of int64. Shape: (T,) to (1, T)."""
         return upload(column.astype(np.int64), self._device).unsqueeze(0)
+
+
+def _bad_kv(batch: StepBatch, cache: PagedKvCache, groups: LayerGroups) -> list[RowFailure]:
+    """A failure for each of `_rows_with_bad_kv`."""
+    message = "what the row computed for its last layer's K/V is NaN or infinite"
+    return [RowFailure(row, "NON_FINITE_KV", message) for row in _rows_with_bad_kv(batch, cache, groups)]
 
 
 def _rows_with_bad_kv(batch: StepBatch, cache: PagedKvCache, groups: LayerGroups) -> list[int]:

@@ -64,7 +64,9 @@ class ExecutorServer:
     def __init__(self, config: ExecutorConfig, backend: Backend | None = None) -> None:
         self._config = config
         self._access = ManagerAccess.from_config(config)
-        self.session = KvSession(backend or create_backend(config))
+        backend = backend or create_backend(config)
+        backend.on_lost(self._tell_unusable)
+        self.session = KvSession(backend)
         self._thread = ComputeThread()
         self._runner = StepRunner(self.session, self._thread)
         self._health = health.aio.HealthServicer()
@@ -79,7 +81,8 @@ class ExecutorServer:
             ),
         )
         self.address = ""
-        self.memory_refused = asyncio.Event()
+        self.unusable = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
 
     async def start(self) -> None:
         """Listen, and answer health with NOT_SERVING.
@@ -94,7 +97,7 @@ class ExecutorServer:
             self._runner,
             self._config.executor_id,
             self._config.backend,
-            on_memory_refused=self.memory_refused.set,
+            on_memory_refused=self.unusable.set,
         )
         pb_grpc.add_ExecutorServiceServicer_to_server(servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -136,7 +139,8 @@ class ExecutorServer:
                 await self._registration
         self._runner.stop()
         # A running step is finished, since its answer is worth something; a load or a profile is worth nothing.
-        grace_s = _STOP_GRACE_S if self.session.cache else _LOAD_GRACE_S
+        # Nor is it when the backend is lost: its step may hang.
+        grace_s = _STOP_GRACE_S if self.session.cache and not self.unusable.is_set() else _LOAD_GRACE_S
         closed = asyncio.ensure_future(self._thread.call(self.session.close))
         done, _ = await asyncio.wait([closed], timeout=grace_s)
         await self._server.stop(_RPC_GRACE_S)
@@ -146,6 +150,12 @@ class ExecutorServer:
             closed.cancel()
             _log.warning("compute_abandoned", why=f"the backend's call took longer than {grace_s} s")
         _log.info("executor_stopped")
+
+    def _tell_unusable(self, error: BackendError) -> None:
+        """The backend is lost, which it has logged; called from any thread."""
+        del error
+        with suppress(RuntimeError):  # the loop is closed: the process is at its end already
+            self._loop.call_soon_threadsafe(self.unusable.set)
 
     def _advertised(self) -> str:
         """Return the address that the manager is told."""
@@ -178,10 +188,10 @@ async def running_executor(config: ExecutorConfig, backend: Backend | None = Non
 
 
 async def serve_until_signal(config: ExecutorConfig) -> int:
-    """Run one executor until SIGTERM or SIGINT, or until a profile shows that its memory is too small to serve.
+    """Run one executor until SIGTERM or SIGINT, or until it is unusable: its memory is too small, its backend is lost.
 
     Returns:
-        The exit status: 0 after a signal, 1 when the address is taken, the model cannot be loaded, or does not fit.
+        The exit status: 0 after a signal, 1 when it is unusable, the address is taken, or the model cannot be loaded.
     """
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -195,15 +205,15 @@ async def serve_until_signal(config: ExecutorConfig) -> int:
         _log.error("manager_access_refused", error=str(error))
         return 1
     stopped = asyncio.create_task(stop.wait())
-    refused = asyncio.create_task(server.memory_refused.wait())
+    unusable = asyncio.create_task(server.unusable.wait())
     loading = None
     try:
         await server.start()
         loading = asyncio.create_task(server.load())
-        await asyncio.wait([loading, stopped], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([loading, stopped, unusable], return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             await loading
-            await asyncio.wait([stopped, refused], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([stopped, unusable], return_when=asyncio.FIRST_COMPLETED)
     except BindError as error:
         _log.error("executor_bind_failed", error=str(error))
         return 1
@@ -214,8 +224,8 @@ async def serve_until_signal(config: ExecutorConfig) -> int:
         _log.exception("executor_load_failed")
         return 1
     finally:
-        for task in (loading, stopped, refused):
+        for task in (loading, stopped, unusable):
             if task is not None:
                 task.cancel()
         await server.stop()
-    return 1 if server.memory_refused.is_set() else 0
+    return 1 if server.unusable.is_set() else 0

@@ -161,6 +161,7 @@ def _model_info(info: ModelInfo, executor_id: str, backend_name: str) -> pb.GetM
         block_size=info.block_size,
         kv_groups=[_kv_group(group) for group in info.kv_groups],
         max_logprobs=info.max_logprobs,
+        tensor_parallel_size=info.tensor_parallel_size,
     )
 
 

@@ -9,7 +9,7 @@ whole one; `kvplane conformance` tries any of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -80,6 +80,7 @@ class ModelInfo:
     block_size: int
     kv_groups: tuple[KvGroupSpec, ...]
     max_logprobs: int
+    tensor_parallel_size: int = 1
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
 
 
@@ -324,6 +325,13 @@ class Backend(ABC):
         Raises:
             BackendError: the whole step failed. Only slots of this step may have been written.
         """
+
+    def on_lost(self, tell: Callable[[BackendError], None]) -> None:
+        """Take whom to tell, from any thread, that this backend can do nothing any more, so that the process must end.
+
+        Called once, before `load`, on the event loop's thread. The default never tells.
+        """
+        del tell
 
     def close(self) -> None:
         """Give back memory and devices. Called once, last; the default does nothing."""

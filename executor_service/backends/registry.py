@@ -52,10 +52,31 @@ def create_backend(config: ExecutorConfig) -> Backend:
     except (ImportError, AttributeError) as error:
         message = f"backend {config.backend!r} cannot be imported: {error}; install what it needs"
         raise BackendError("BACKEND_NOT_INSTALLED", message, module=module) from error
+    if config.tensor_parallel_size > 1:
+        return _tensor_parallel(backend_class, config)
     backend = backend_class(_backend_config(backend_class, config))
     if not isinstance(backend, Backend):
         raise BackendError("NOT_A_BACKEND", f"{module}:{name}: expected a subclass of Backend, got {type(backend)}")
     return backend
+
+
+def _tensor_parallel(backend_class: type, config: ExecutorConfig) -> Backend:
+    """One backend of several processes, this one's among them.
+
+    Raises:
+        BackendError: backends of this class compute in one process, or a rank's cannot be built.
+    """
+    if not hasattr(backend_class, "join"):
+        raise BackendError(
+            "TENSOR_PARALLEL_NOT_SUPPORTED",
+            f"backend {config.backend!r} computes in one process: expected --tensor-parallel-size 1, got"
+            f" {config.tensor_parallel_size}; torch and triton have ranks",
+            backend=config.backend,
+        )
+    # Only now: it imports torch.
+    from executor_service.tensor_parallel import backend as tensor_parallel  # noqa: PLC0415
+
+    return tensor_parallel.TensorParallelBackend.of(config)
 
 
 def _backend_config(backend_class: type, config: ExecutorConfig) -> object:

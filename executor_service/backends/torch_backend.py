@@ -21,6 +21,7 @@ from executor_service.backends.base import (
     KvGroupSpec,
     MemoryProfile,
     ModelInfo,
+    RowFailure,
     StepBatch,
     StepResult,
 )
@@ -59,6 +60,7 @@ from executor_service.model_loader import LoadedModel, load_model
 from executor_service.model_runner import ModelRunner, probe
 from executor_service.packed_linear import pack_linear_layers, warm_up
 from executor_service.profile_batch import SCRATCH_BLOCKS, worst_batch
+from executor_service.tensor_parallel.sharding import ModelShard
 
 MAX_LOGPROBS = 20
 # One gather of K and V: large enough for good batches, small enough to be no term of the memory profile.
@@ -142,8 +144,13 @@ class TorchBackend(Backend):
         self._limits: AttentionLimits | None = None
         self._kernels: PagedKernels | None = None
         self._memory: KvMemory | None = None
+        self._shard: ModelShard | None = None
         self._weights_bytes = 0
         self._graph_sizes: tuple[int, ...] = ()
+
+    def join(self, shard: ModelShard) -> None:
+        """Be one rank of several: from `load` on only this part of the model is here. Called before it."""
+        self._shard = shard
 
     def load(self) -> ModelInfo:
         """Load the weights and learn the K/V geometry; see the base class."""
@@ -163,8 +170,11 @@ class TorchBackend(Backend):
                 name=config.model_name,
                 cache_dir=config.cache_dir,
                 admit=self._admit_weights,
+                take_part=self._shard.take if self._shard else None,
             )
             windows, kv_heads, head_dim = probe(loaded.model, loaded.vocab_size)
+            if self._shard:
+                self._shard.require_kv_heads(loaded.model, kv_heads)
             # A window as long as any sequence is none.
             groups = group_layers([window if window < loaded.max_model_len else 0 for window in windows])
             layout = KvLayout(groups.num_pages, kv_heads, head_dim, config.block_size, loaded.dtype)
@@ -275,6 +285,22 @@ class TorchBackend(Backend):
         except RuntimeError as error:  # what torch raises: out of memory, a failed kernel
             raise BackendError("STEP_FAILED", f"step {batch.step_id} failed in torch: {error}") from error
 
+    def follow(self, batch: StepBatch) -> list[RowFailure]:
+        """Compute a step as `execute` does, and sample nothing: for a rank that another one samples for.
+
+        Returns:
+            Rows whose K/V here is not finite.
+
+        Raises:
+            BackendError: the whole step failed.
+        """
+        _, _, runner = self._ready()
+        memory = self._ready_memory()
+        try:
+            return runner.follow(batch, memory.cache)
+        except RuntimeError as error:
+            raise BackendError("STEP_FAILED", f"step {batch.step_id} failed in torch: {error}") from error
+
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Logits of the sampling rows instead of their tokens, K/V written as in `execute`: for who measures quality.
 
@@ -338,6 +364,8 @@ class TorchBackend(Backend):
 
     def _admit_weights(self, weights_bytes: int) -> None:
         """Stop before weights are read that can not fit: the profile would refuse them, if memory lasts until then."""
+        if self._shard:
+            weights_bytes = self._shard.share(weights_bytes)  # at least: some of them are in every rank
         if self._config.num_blocks_override is None:
             total = total_memory(self._device, self._config.memory_limit)
             require_weights_fit(weights_bytes, total_bytes=total, utilization=self._config.gpu_memory_utilization)
@@ -395,7 +423,8 @@ class TorchBackend(Backend):
         scales = checkpoint_scales(loaded.folder, layout.num_layers)
         if scales is None:
             passages = calibration_passages(loaded.tokenizer_files, loaded.vocab_size, loaded.max_model_len)
-            scales = calibrated_scales(runner, layout, name, passages, self._device)
+            of_all_heads = self._shard.largest if self._shard else None
+            scales = calibrated_scales(runner, layout, name, passages, self._device, of_all_heads=of_all_heads)
         self._codecs = layer_codecs(layout.dtype, scales.keys, scales.values)
         _log.info(
             "kv_scales", kv_cache_dtype=name, source=scales.source, k=_range(scales.keys), v=_range(scales.values)

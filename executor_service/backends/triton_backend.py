@@ -23,11 +23,14 @@ class TritonBackend(TorchBackend):
         """Triton's kernels. Raises BackendError: not on this device, or not for this model."""
         del limits
         config = loaded.model.config.get_text_config(decoder=True)
+        # A rank of several has fewer heads than the configuration says, in the same proportion.
+        num_heads = int(config.num_attention_heads)
+        group_size = num_heads // int(getattr(config, "num_key_value_heads", None) or num_heads)
         return TritonKernels(
             torch.device(loaded.model.device),
             dtype=loaded.dtype,
             kv_dtype=layout.dtype,
-            num_heads=int(config.num_attention_heads),
+            num_heads=layout.num_kv_heads * group_size,
             num_kv_heads=layout.num_kv_heads,
             head_dim=layout.head_dim,
         )

@@ -78,6 +78,14 @@ async def test_conformance_of_torch_executor_passes_with_numerics(model):
 
 
 @pytest.mark.filterwarnings("ignore")
+async def test_conformance_of_torch_executor_of_two_ranks_passes_with_numerics(model):
+    async with running_executor(config("torch", model, dtype="float32", tensor_parallel_size=2)) as server:
+        _, results = await tried(server.address, COMPUTING, model=ReferenceModel(model))
+    assert failures(results) == {}
+    assert skipped(results) == set()
+
+
+@pytest.mark.filterwarnings("ignore")
 async def test_conformance_of_torch_executor_with_other_weights_fails(model, tmp_path):
     """The reference is no tautology: the same architecture with weights of another seed is found out."""
     write_model(tmp_path, 1)
@@ -88,9 +96,10 @@ async def test_conformance_of_torch_executor_with_other_weights_fails(model, tmp
 
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("judged_by", ["model", "itself"])
-async def test_conformance_of_torch_executor_passes_as_a_whole(model, judged_by):
-    async with running_executor(config("torch", model, dtype="float32")) as server:
+async def test_conformance_of_torch_executor_passes_as_a_whole(model, judged_by, ranks):
+    async with running_executor(config("torch", model, dtype="float32", tensor_parallel_size=ranks)) as server:
         reference = ReferenceModel(model) if judged_by == "model" else None
         _, results = await tried(server.address, model=reference)
     assert failures(results) == {}

@@ -112,6 +112,7 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     MAX_LOGPROBS_FIELD_NUMBER: builtins.int
     KV_CACHE_FIELD_NUMBER: builtins.int
     TOKENIZER_FILES_FIELD_NUMBER: builtins.int
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: builtins.int
     executor_id: builtins.str
     """executor_id is unique to one run of the executor."""
     model_name: builtins.str
@@ -136,6 +137,10 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     """block_size is tokens per block."""
     max_logprobs: builtins.int
     """max_logprobs is the most top log probabilities a row may ask for."""
+    tensor_parallel_size: builtins.int
+    """tensor_parallel_size is how many processes share the model, each with some of the K/V heads of every block; the
+    manager need not care. At least 1; 0 is from an executor that does not say.
+    """
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """eos_token_ids end a sequence."""
@@ -170,10 +175,11 @@ class GetModelInfoResponse(google.protobuf.message.Message):
         max_logprobs: builtins.int = ...,
         kv_cache: Global___KvCacheState | None = ...,
         tokenizer_files: collections.abc.Iterable[Global___TokenizerFile] | None = ...,
+        tensor_parallel_size: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["kv_cache", b"kv_cache"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["backend", b"backend", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "executor_id", b"executor_id", "kv_cache", b"kv_cache", "kv_cache_dtype", b"kv_cache_dtype", "kv_groups", b"kv_groups", "max_logprobs", b"max_logprobs", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "tokenizer_files", b"tokenizer_files", "vocab_size", b"vocab_size"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["backend", b"backend", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "executor_id", b"executor_id", "kv_cache", b"kv_cache", "kv_cache_dtype", b"kv_cache_dtype", "kv_groups", b"kv_groups", "max_logprobs", b"max_logprobs", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "tensor_parallel_size", b"tensor_parallel_size", "tokenizer_files", b"tokenizer_files", "vocab_size", b"vocab_size"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetModelInfoResponse: typing_extensions.TypeAlias = GetModelInfoResponse

@@ -1,0 +1,1 @@
+"""One model over several processes of one machine, which the manager sees as one executor."""

@@ -1,0 +1,284 @@
+"""A rank's part of a model, cut from the whole by transformers' own tensor-parallel plan.
+
+Station: `model_loader` has `ModelShard.take` cut what it has read, before it goes to a device; `backends.torch_backend`
+asks it for what a rank's share of other things is. Calls `group.RankGroup` while the model computes.
+
+The plan, `model.tp_plan`, says for each linear layer how it is cut:
+
+    colwise   by outputs: each rank has those of its heads, or of its neurons; nothing is exchanged
+    rowwise   by inputs: the ranks' outputs are added up, then the bias
+    lm_head   by outputs, which are the vocabulary: rank 0 gathers them, since it alone samples
+
+What the plan has return a whole output for a whole input is left whole, in every rank: embeddings, norms, projections
+that are sliced afterwards. Only the plan is transformers'. Its application makes DTensors of the weights, which
+`packed_linear` could not lay out, and gathers logits in every rank.
+
+Source: Shoeybi et al. 2019, "Megatron-LM", for the two cuts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import structlog
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from executor_service.backends.base import BackendError
+
+__all__ = ["Exchange", "GatheredHead", "ModelShard", "PartialLinear"]
+
+_BY_OUTPUT, _BY_INPUT = "colwise", "rowwise"
+_LEFT_WHOLE = frozenset(
+    {
+        "colwise_gather_output",
+        "colwise_rep",
+        "rowwise_split_input",
+        "rowwise_rep",
+        "embedding_rowwise",
+        "embedding_colwise",
+        "replicate",
+        "replicated_with_grad_allreduce",
+    }
+)
+_HEAD = "lm_head"
+
+_log = structlog.get_logger(__name__)
+
+
+class Exchange(Protocol):
+    """What the ranks do together; see `group.RankGroup`."""
+
+    rank: int
+    size: int
+
+    def meet(self) -> None:
+        """Wait for all ranks."""
+
+    def add(self, partial: torch.Tensor) -> None:
+        """Sum over the ranks, in place."""
+
+    def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """The ranks' tensors in rank 0, nothing elsewhere."""
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """Maximum over the ranks."""
+
+
+class PartialLinear(nn.Module):
+    """y = Σ_ranks x_rank W_rank^T + b: a layer cut by its inputs.
+
+    Args:
+        linear: this rank's part, without a bias.
+        bias: the whole layer's, added once to the sum.
+        exchange: the ranks.
+    """
+
+    def __init__(self, linear: nn.Linear, bias: nn.Parameter | None, exchange: Exchange) -> None:
+        super().__init__()
+        self.linear = linear
+        self.bias = bias
+        self._exchange = exchange
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Shape: (..., in_features / ranks) to (..., out_features), the same in all ranks."""
+        out = self.linear(states)
+        self._exchange.add(out)
+        return out if self.bias is None else out + self.bias
+
+
+class GatheredHead(nn.Module):
+    """The output layer, cut by the vocabulary: rank 0 has all logits; elsewhere they are zeros of that shape.
+
+    Args:
+        linear: this rank's part.
+        vocab_size: outputs of the whole layer.
+        exchange: the ranks.
+    """
+
+    def __init__(self, linear: nn.Linear, vocab_size: int, exchange: Exchange) -> None:
+        super().__init__()
+        self.linear = linear
+        self._vocab_size = vocab_size
+        self._exchange = exchange
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Shape: (..., H) to (..., vocab_size)."""
+        shape = (*states.shape[:-1], self._vocab_size)
+        if not states.numel():  # no row samples: the same in all ranks
+            return states.new_zeros(shape)
+        own = self.linear(states)
+        widths = [len(_part(self._vocab_size, rank, self._exchange.size)) for rank in range(self._exchange.size)]
+        padded = nn.functional.pad(own, (0, max(widths) - own.shape[-1])).contiguous()
+        parts = self._exchange.gather(padded)
+        if not parts:
+            return states.new_zeros(shape)
+        return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
+
+
+class ModelShard:
+    """What one rank takes of a model.
+
+    Args:
+        exchange: the ranks.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def take(self, model: PreTrainedModel) -> None:
+        """Cut a model to this rank's part, in place, and wait until every rank has done so.
+
+        Raises:
+            BackendError: the model has no plan, or none that gives every rank its K/V heads, or something that is to be
+                cut does not come in equal parts.
+        """
+        self._require_heads(model)
+        head, num_cut = model.get_output_embeddings(), 0
+        for name, parent, place, linear, style in list(_planned(model)):
+            if linear is head:
+                setattr(parent, place, self._cut_head(linear))
+            elif style == _BY_OUTPUT:
+                setattr(parent, place, self._cut_outputs(name, linear))
+            else:
+                setattr(parent, place, self._cut_inputs(name, linear))
+            num_cut += 1
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()  # a view of a mapped file keeps all of the file resident
+        _log.info("model_sharded", rank=self._exchange.rank, ranks=self._exchange.size, cut_layers=num_cut)
+        self._exchange.meet()
+
+    def share(self, amount: int) -> int:
+        """This rank's share of what is the executor's as a whole."""
+        return amount // self._exchange.size
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """The maximum over the ranks of values that each has for its own heads. Shape: any; returns the same."""
+        return self._exchange.largest(values)
+
+    def require_kv_heads(self, model: PreTrainedModel, num_kv_heads: int) -> None:
+        """Check what the ranks are for: that this one computes no more K/V heads than its share.
+
+        Raises:
+            BackendError: the plan left attention whole.
+        """
+        _, whole = _head_counts(model)
+        if num_kv_heads * self._exchange.size != whole:
+            raise BackendError(
+                "TENSOR_PARALLEL_NOT_SUPPORTED",
+                f"expected the tensor-parallel plan of {model.config.model_type} to give each of {self._exchange.size}"
+                f" ranks {whole // self._exchange.size} of {whole} K/V heads, got {num_kv_heads} in each: transformers"
+                " leaves the attention of such models whole. Use --tensor-parallel-size 1.",
+                model_type=model.config.model_type,
+            )
+
+    def _require_heads(self, model: PreTrainedModel) -> None:
+        size = self._exchange.size
+        num_heads, num_kv_heads = _head_counts(model)
+        if num_heads % size or num_kv_heads % size:
+            common = math.gcd(num_heads, num_kv_heads)
+            good = ", ".join(str(number) for number in range(1, common + 1) if common % number == 0)
+            raise BackendError(
+                "BAD_TENSOR_PARALLEL_SIZE",
+                f"expected a --tensor-parallel-size by which the model's {num_kv_heads} K/V heads and {num_heads}"
+                f" attention heads can be divided, that is {good}, got {size}",
+                tensor_parallel_size=size,
+                num_kv_heads=num_kv_heads,
+                num_attention_heads=num_heads,
+            )
+
+    def _cut_outputs(self, name: str, linear: nn.Linear) -> nn.Linear:
+        self._require_even(name, "outputs", linear.out_features)
+        return self._rows(linear)
+
+    def _cut_inputs(self, name: str, linear: nn.Linear) -> PartialLinear:
+        self._require_even(name, "inputs", linear.in_features)
+        part = _part(linear.in_features, self._exchange.rank, self._exchange.size)
+        cut = _linear(linear.weight[:, part.start : part.stop], None)
+        return PartialLinear(cut, linear.bias, self._exchange)
+
+    def _cut_head(self, linear: nn.Linear) -> GatheredHead:
+        return GatheredHead(self._rows(linear), linear.out_features, self._exchange)
+
+    def _rows(self, linear: nn.Linear) -> nn.Linear:
+        part = _part(linear.out_features, self._exchange.rank, self._exchange.size)
+        bias = None if linear.bias is None else linear.bias[part.start : part.stop]
+        return _linear(linear.weight[part.start : part.stop], bias)
+
+    def _require_even(self, name: str, what: str, number: int) -> None:
+        if number % self._exchange.size:
+            raise BackendError(
+                "BAD_TENSOR_PARALLEL_SIZE",
+                f"expected a --tensor-parallel-size by which the {number} {what} of {name} can be divided, got"
+                f" {self._exchange.size}",
+                tensor_parallel_size=self._exchange.size,
+                layer=name,
+            )
+
+
+def _planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str, nn.Linear, str]]:
+    """The layers that are cut: full name, parent, name in the parent, layer, style.
+
+    Raises:
+        BackendError: there is no plan, or it asks for what is not done here.
+    """
+    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    rules = [(_matcher(pattern), style) for pattern, style in plan.items()]
+    if _BY_INPUT not in plan.values():
+        raise _not_supported(model, "a tensor-parallel plan in transformers", "none")
+    modules = dict(model.named_modules())
+    head = model.get_output_embeddings()
+    for name in [*modules, *(name for name, _ in model.named_parameters())]:
+        style = next((style for matches, style in rules if matches(name)), None)
+        if style is None:
+            continue
+        module = modules.get(name)
+        if style in _LEFT_WHOLE and module is not head:
+            continue
+        parent, _, place = name.rpartition(".")
+        if type(module) is not nn.Linear or not (style in (_BY_OUTPUT, _BY_INPUT) or module is head):
+            raise _not_supported(model, "a plan of linear layers, colwise or rowwise", f"{style} for {name}")
+        yield name, modules[parent], place, module, style
+
+
+def _matcher(pattern: str) -> Callable[[str], object]:
+    """Whether a name is meant by a plan's pattern, in which * is a layer's number."""
+    return re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
+
+
+def _head_counts(model: PreTrainedModel) -> tuple[int, int]:
+    """Attention heads and K/V heads, as the configuration has them."""
+    config = model.config.get_text_config(decoder=True)
+    num_heads = int(config.num_attention_heads)
+    return num_heads, int(getattr(config, "num_key_value_heads", None) or num_heads)
+
+
+def _part(number: int, rank: int, size: int) -> range:
+    """Which of so many a rank has; parts differ by one at most."""
+    return range(rank * number // size, (rank + 1) * number // size)
+
+
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    """A layer with copies of these, so that nothing keeps the whole."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = _own(weight)
+    if bias is not None:
+        linear.bias = _own(bias)
+    return linear.eval()
+
+
+def _own(values: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(values.detach().clone(memory_format=torch.contiguous_format), requires_grad=False)
+
+
+def _not_supported(model: PreTrainedModel, expected: str, got: str) -> BackendError:
+    model_type = model.config.model_type
+    return BackendError(
+        "TENSOR_PARALLEL_NOT_SUPPORTED",
+        f"expected {expected} for {model_type}, got {got}. Use --tensor-parallel-size 1.",
+        model_type=model_type,
+    )
