@@ -20,8 +20,8 @@ class BlockContent:
         token_bytes: the block's token ids, little-endian int32.
         extra_keys: what else decides the K/V; see `block_hash.encode_extra_keys`.
         block: of the physical blocks that hold it now, the one that has for longest; None once all were evicted.
-        successor: of the contents whose parent this is, one to try first; only between two that blocks hold. A walk along
-            a prefix follows it, and goes through memory as the prefix was laid down: the index is asked where it ends.
+        successor: of the contents whose parent this is, one to try first; only between two that blocks hold. A walk
+            along a prefix follows it, through memory as the prefix was laid down, and asks the index where it ends.
         serial: names the content on a block's tag, where its identity can not go: unlike a hash, never two of them.
     """
 
@@ -79,7 +79,7 @@ class BlockContent:
             self._twins = None
 
     def precede(self, content: BlockContent) -> None:
-        """This one is the parent of a content that blocks hold: it is the one to try first, while blocks hold this, too."""
+        """A content that blocks hold has this as its parent: it comes first, while blocks hold this, too."""
         if self.block is not None:
             self.successor = content
 
