@@ -49,12 +49,15 @@ def fill(pool: BlockPool, num_blocks: int) -> list[list[KVCacheBlock]]:
     chains = []
     for first in range(0, num_blocks, CHAIN):
         blocks = pool.get_new_blocks(min(CHAIN, num_blocks - first))
-        parent: BlockContent | None = None
-        for serial, block in enumerate(blocks, first):
-            tokens = tokens_of(serial)
-            parent_hash = None if parent is None else parent.block_hash
-            block_hash = hash_block_tokens(default_hash, parent_hash, tokens)
-            parent = pool.cache_full_block(block, block_hash, parent, tokens, b"")
+        contents: list[BlockContent] = []
+        hashes: list[bytes] = []
+        tokens: list[bytes] = []
+        for serial in range(first, first + len(blocks)):
+            tokens.append(tokens_of(serial))
+            hashes.append(hash_block_tokens(default_hash, hashes[-1] if hashes else None, tokens[-1]))
+        keys = [b""] * len(blocks)
+        pool.cache_full_blocks(blocks, contents, hashes, tokens, keys, provisional_step=0, owner=first)
+        assert len(contents) == len(blocks)
         pool.free_blocks(reversed(blocks))
         chains.append(blocks)
     return chains

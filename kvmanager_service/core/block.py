@@ -20,10 +20,12 @@ class BlockContent:
         token_bytes: the block's token ids, little-endian int32.
         extra_keys: what else decides the K/V; see `block_hash.encode_extra_keys`.
         block: of the physical blocks that hold it now, the one that has for longest; None once all were evicted.
+        successor: of the contents whose parent this is, one to try first; only between two that blocks hold. A walk
+            along a prefix follows it, through memory as the prefix was laid down, and asks the index where it ends.
         serial: names the content on a block's tag, where its identity can not go: unlike a hash, never two of them.
     """
 
-    __slots__ = ("_twins", "block", "block_hash", "extra_keys", "parent", "serial", "token_bytes")
+    __slots__ = ("_twins", "block", "block_hash", "extra_keys", "parent", "serial", "successor", "token_bytes")
 
     def __init__(
         self,
@@ -35,11 +37,13 @@ class BlockContent:
         *,
         block: KVCacheBlock | None = None,
     ) -> None:
-        self.block_hash = block_hash
+        # In this order, what a walk reads lies side by side in the compiled object.
         self.parent = parent
+        self.successor: BlockContent | None = None
         self.token_bytes = token_bytes
         self.extra_keys = extra_keys
         self.block = block
+        self.block_hash = block_hash
         self.serial = serial
         self._twins: list[KVCacheBlock] | None = None
 
@@ -65,6 +69,7 @@ class BlockContent:
         if twins is None:
             assert self.block is block
             self.block = None
+            self._leave_chain()
             return
         if self.block is block:
             self.block = twins.pop(0)
@@ -72,6 +77,18 @@ class BlockContent:
             twins.remove(block)
         if not twins:
             self._twins = None
+
+    def precede(self, content: BlockContent) -> None:
+        """A content that blocks hold has this as its parent: it comes first, while blocks hold this, too."""
+        if self.block is not None:
+            self.successor = content
+
+    def _leave_chain(self) -> None:
+        """No block holds it any more: nobody is led to it or on from it, and no circle of references keeps it alive."""
+        self.successor = None
+        parent = self.parent
+        if parent is not None and parent.successor is self:
+            parent.successor = None
 
     @property
     def is_orphan(self) -> bool:

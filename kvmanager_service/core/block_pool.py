@@ -10,7 +10,8 @@ Invariants (`check_integrity`):
     2. free + referenced == N - 1.
     3. Only a full block has content; a content lists exactly the blocks that have it and is found under its hash.
     4. A block is provisional only while the step that fills it is outstanding.
-    5. No block with content is handed out while a block without is free; beyond that the eviction policy decides.
+    5. A content's successor has it as its parent, and blocks hold both.
+    6. No block with content is handed out while a block without is free; beyond that the eviction policy decides.
 """
 
 from __future__ import annotations
@@ -195,6 +196,33 @@ class BlockPool:
             return None
         return content.block
 
+    def follow(
+        self, parent: BlockContent | None, block_hash: BlockHash, token_bytes: bytes, extra_keys: bytes
+    ) -> BlockContent | None:
+        """The same content that `get_cached_block` finds a block of, by way of the parent's successor if it can.
+
+        For a walk from block to block of a prefix. What is found is the parent's successor from then on.
+
+        Args:
+            parent: what the walk has come to: a content that a block holds; None where it begins.
+            block_hash: chain hash of these tokens after it.
+            token_bytes: the next block's tokens.
+            extra_keys: its extra keys.
+
+        Returns:
+            The content, or None for a miss.
+        """
+        if parent is not None:
+            successor = parent.successor
+            if successor is not None and successor.is_same(parent, token_bytes, extra_keys):
+                return successor
+        content = self.cached_block_hash_to_block.get(block_hash)
+        if content is None or not content.is_same(parent, token_bytes, extra_keys):
+            return None
+        if parent is not None:
+            parent.precede(content)
+        return content
+
     def get_filled_block(
         self, block_hash: BlockHash, parent: BlockContent | None, token_bytes: bytes, extra_keys: bytes
     ) -> KVCacheBlock | None:
@@ -301,6 +329,8 @@ class BlockPool:
             block.content = content
             block.provisional_step = provisional_step
             contents.append(content)
+            if parent is not None:
+                parent.precede(content)
             parent = content
             index += 1
         self.next_serial = serial
@@ -428,7 +458,7 @@ class BlockPool:
         Else only the garbage collector would free it, which is kept from walking over pools.
         """
         for content in self.cached_block_hash_to_block.values():
-            content.parent = None  # a chain as long as a prompt would be freed one inside the other
+            content.parent = content.successor = None  # a chain as long as a prompt would be freed one inside the other
         for block in self.blocks:
             block.prev_free_block = block.next_free_block = block.content = None
 
@@ -514,6 +544,11 @@ class BlockPool:
                 assert block.content is not None, f"{block!r} is provisional without content"
                 assert block.provisional_step in self._provisional, f"{block!r} is provisional for a step that ended"
         assert cached == self.num_cached_blocks, f"{cached} cached blocks, counted {self.num_cached_blocks}"
+        for content in self.cached_block_hash_to_block.values():
+            successor = content.successor
+            if successor is not None:
+                assert successor.parent is content, f"{content.block!r} is followed by what has another parent"
+                assert successor.block is not None, f"{content.block!r} is followed by what no block holds"
         listed = sum(len(content.blocks) for content in self.cached_block_hash_to_block.values())
         assert listed == cached, f"contents list {listed} blocks, {cached} have content"
 

@@ -83,11 +83,12 @@ class KVCacheManager:
         hashes, tokens, pool = request.block_hashes, request.block_tokens, self.pool
         extra_keys = request.keys_of_block(0, self.block_size)
         for index in range(self._max_hits(request)):
-            block = pool.get_cached_block(hashes[index], parent, tokens[index], extra_keys)
-            if block is None:
+            parent = pool.follow(parent, hashes[index], tokens[index], extra_keys)
+            if parent is None:
                 break
+            block = parent.block
+            assert block is not None
             hits.append(block)
-            parent = block.content
             extra_keys = b"" if request.spans is None else request.keys_of_block(index + 1, self.block_size)
         return hits
 

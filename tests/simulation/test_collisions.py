@@ -24,14 +24,14 @@ class CountingKVCacheManager(KVCacheManager):
         self.collisions = 0
         found = self.pool.cached_block_hash_to_block.get
 
-        def get_cached_block(
-            block_hash: bytes, parent: BlockContent | None, token_bytes: bytes, extra_keys: bytes
-        ) -> object:
+        def follow(
+            parent: BlockContent | None, block_hash: bytes, token_bytes: bytes, extra_keys: bytes
+        ) -> BlockContent | None:
             content = found(block_hash)
             self.collisions += content is not None and not content.is_same(parent, token_bytes, extra_keys)
-            return type(self.pool).get_cached_block(self.pool, block_hash, parent, token_bytes, extra_keys)
+            return type(self.pool).follow(self.pool, parent, block_hash, token_bytes, extra_keys)
 
-        self.pool.get_cached_block = get_cached_block  # type: ignore[method-assign,assignment]
+        self.pool.follow = follow  # type: ignore[method-assign]
 
 
 @pytest.mark.patches_core

@@ -119,6 +119,23 @@ def parent_is_not_compared(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def evicted_content_is_still_followed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockContent, "_leave_chain", lambda self: None)
+
+
+def whatever_followed_last_is_believed(patch: pytest.MonkeyPatch) -> None:
+    original = BlockPool.follow
+
+    def follow(
+        self: BlockPool, parent: BlockContent | None, block_hash: bytes, token_bytes: bytes, extra_keys: bytes
+    ) -> BlockContent | None:
+        if parent is not None and parent.successor is not None:
+            return parent.successor
+        return original(self, parent, block_hash, token_bytes, extra_keys)
+
+    patch.setattr(BlockPool, "follow", follow)
+
+
 def salt_is_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         BlockContent, "is_same", lambda self, parent, tokens, keys: self.parent is parent and self.token_bytes == tokens
@@ -472,6 +489,8 @@ MUTATIONS: list[tuple[Mutation, bool | None]] = [
     (partial_blocks_are_hashed, ANY_HASH),
     (tokens_not_known_yet_are_hashed, ANY_HASH),
     (parent_is_not_compared, ONE_BYTE),
+    (evicted_content_is_still_followed, ANY_HASH),
+    (whatever_followed_last_is_believed, ANY_HASH),
     (salt_is_not_compared, ONE_BYTE),
     (provisional_blocks_survive_lost_steps, ANY_HASH),
     (failed_rows_are_trusted, ANY_HASH),

@@ -234,6 +234,114 @@ def test_cache_full_blocks_orphan_gives_way() -> None:
     assert pool.num_cached_blocks == 2
 
 
+def follow(pool: BlockPool, parent: BlockContent | None, name: str, *, by_index: bool = True) -> BlockContent | None:
+    """What `follow` finds after a parent; without the index only where a successor leads there."""
+    block_hash = name.encode() if by_index else b"a hash that nothing has"
+    return pool.follow(parent, block_hash, name.encode() + TOKENS, b"")
+
+
+def test_follow_what_was_cached_in_a_row_is_found_without_the_index() -> None:
+    pool = BlockPool(6)
+    table = pool.get_new_blocks(3)
+    contents: list[BlockContent] = []
+    assert cache_table(pool, table[:2], contents, "ab")
+    assert cache_table(pool, table, contents, "abc")
+    assert follow(pool, None, "a", by_index=False) is None
+    assert follow(pool, None, "a") is contents[0]
+    assert follow(pool, contents[0], "b", by_index=False) is contents[1]
+    assert follow(pool, contents[1], "c", by_index=False) is contents[2]
+    pool.check_integrity([table])
+
+
+def test_follow_other_tokens_or_keys_than_the_successors_are_a_miss() -> None:
+    pool = BlockPool(6)
+    table = pool.get_new_blocks(2)
+    contents: list[BlockContent] = []
+    cache_table(pool, table, contents, "ab")
+    assert contents[0].successor is contents[1]
+    assert pool.follow(contents[0], b"b", b"other tokens", b"") is None
+    assert pool.follow(contents[0], b"b", b"b" + TOKENS, b"other keys") is None
+    assert follow(pool, contents[0], "b") is contents[1], "a miss changes nothing"
+
+
+def test_follow_of_two_that_go_on_from_a_prefix_the_one_found_last_is_the_successor() -> None:
+    pool = BlockPool(6)
+    table, other = pool.get_new_blocks(2), pool.get_new_blocks(1)
+    contents: list[BlockContent] = []
+    cache_table(pool, table, contents, "ab")
+    fork = [contents[0]]
+    cache_table(pool, [table[0], *other], fork, "ac")
+    assert contents[0].successor is fork[1]
+    assert follow(pool, contents[0], "b") is contents[1], "by the index"
+    assert contents[0].successor is contents[1]
+    assert follow(pool, contents[0], "c") is fork[1]
+    pool.check_integrity([table, other])
+
+
+def test_follow_evicted_successor_is_a_miss_and_nothing_keeps_it() -> None:
+    pool = BlockPool(4)
+    table = pool.get_new_blocks(3)
+    contents: list[BlockContent] = []
+    cache_table(pool, table, contents, "abc")
+    pool.free_blocks(reversed(table))
+    assert pool.get_new_blocks(1) == [table[2]]
+    assert contents[1].successor is None
+    assert follow(pool, contents[1], "c") is None
+    assert follow(pool, contents[0], "b") is contents[1], "its parent is still followed by it"
+    contents.pop()
+    assert cache_table(pool, table, contents, "abc"), "cached again, it is followed again"
+    assert follow(pool, contents[1], "c", by_index=False) is contents[2] is table[2].content
+    pool.check_integrity([[table[2]]])
+
+
+def test_follow_content_that_a_second_block_holds_outlives_the_first() -> None:
+    pool = BlockPool(6)
+    table, twin = pool.get_new_blocks(2), pool.get_new_blocks(2)
+    contents: list[BlockContent] = []
+    again: list[BlockContent] = []
+    cache_table(pool, table, contents, "ab")
+    cache_table(pool, twin, again, "ab")
+    assert again == contents
+    pool.overwrite(table[1])
+    found = follow(pool, contents[0], "b", by_index=False)
+    assert found is contents[1]
+    assert found.block is twin[1]
+    pool.overwrite(twin[1])
+    assert contents[0].successor is None
+    assert follow(pool, contents[0], "b") is None
+
+
+def test_follow_parent_goes_first_leaves_no_circle() -> None:
+    pool = BlockPool(6)
+    table = pool.get_new_blocks(3)
+    contents: list[BlockContent] = []
+    cache_table(pool, table, contents, "abc")
+    pool.overwrite(table[1])
+    assert [content.successor for content in contents] == [None] * 3
+    pool.check_integrity([table])
+    assert contents[2].is_orphan
+    # Who holds the old contents goes on caching after one that no block holds: nothing leads on from that.
+    fourth = pool.get_new_blocks(1)
+    kept = contents[:2]
+    assert cache_table(pool, [table[0], table[1], *fourth], kept, "abd")
+    assert kept[2].parent is contents[1]
+    assert contents[1].successor is None
+    pool.check_integrity([table, fourth])
+
+
+def test_check_integrity_successor_that_no_block_holds_or_of_another_parent_is_found() -> None:
+    pool = BlockPool(6)
+    table = pool.get_new_blocks(3)
+    contents: list[BlockContent] = []
+    cache_table(pool, table, contents, "abc")
+    contents[0].successor = contents[2]
+    with pytest.raises(AssertionError, match="another parent"):
+        pool.check_integrity([table])
+    contents[0].successor = BlockContent(9, b"d", contents[0], TOKENS, b"")
+    with pytest.raises(AssertionError, match="no block holds"):
+        pool.check_integrity([table])
+
+
 def test_commit_step_provisional_blocks_become_committed_once() -> None:
     pool = BlockPool(4)
     blocks = pool.get_new_blocks(3)

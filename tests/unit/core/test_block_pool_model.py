@@ -225,8 +225,17 @@ class PoolMachine(RuleBasedStateMachine):
         first, second = self.model.get(2)
         assert block_ids(self.pool.get_new_blocks(2)) == [first, second]
         self.tables.append([first, second])
-        if self.cache(first, hashes[0], 0, tokens, ahead):
-            self.cache(second, hashes[1], first, tokens, ahead)
+        step = self.next_step + ahead - 1 if ahead else 0
+        contents: list[BlockContent] = []
+        parent: ModelContent | None = None
+        for table in ([first], [first, second]):
+            is_cached = self.pool.cache_full_blocks(
+                self.blocks(table), contents, hashes, [tokens] * 2, [b""], provisional_step=step, owner=table[-1]
+            )
+            assert is_cached == self.model.cache(table[-1], hashes[len(table) - 1], parent, tokens, step)
+            if not is_cached:
+                break
+            parent = self.model.contents[table[-1]]
 
     @rule(block_hash=st.sampled_from(HASHES), tokens=st.sampled_from(TOKENS), data=st.data())
     def get_cached_block(self, block_hash: bytes, tokens: bytes, data: st.DataObject) -> None:
@@ -239,6 +248,21 @@ class PoolMachine(RuleBasedStateMachine):
         assert (None if found is None else found.block_id) == (content.holders[0] if content and is_hit else None)
         is_held = content is not None and any(self.model.references[block_id] for block_id in content.holders)
         assert self.pool.may_be_held(block_hash) == is_held
+
+    @rule(block_hash=st.sampled_from(HASHES), tokens=st.sampled_from(TOKENS), data=st.data())
+    def follow(self, block_hash: bytes, tokens: bytes, data: st.DataObject) -> None:
+        """Asked twice: by way of the index perhaps, then of the successor. No hash tells equal contents apart, so of
+        those that this machine made with two hashes, either will do.
+        """
+        parent_id = data.draw(st.sampled_from([0, *sorted(self.model.contents)]))
+        parent = self.model.contents.get(parent_id)
+        siblings = [one for one in self.model.contents.values() if one.parent is parent and one.tokens == tokens]
+        if siblings:
+            block_hash = siblings[0].block_hash
+        expected = {one.holders[0] for one in siblings} or {None}
+        for _ in range(2):
+            found = self.pool.follow(self.pool.blocks[parent_id].content, block_hash, tokens, b"")
+            assert (None if found is None or found.block is None else found.block.block_id) in expected
 
     @rule()
     def commit_step(self) -> None:
@@ -368,6 +392,23 @@ def parent_is_not_compared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockContent, "is_same", lambda self, parent, tokens, keys: self.token_bytes == tokens)
 
 
+def successors_outlive_their_blocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockContent, "_leave_chain", lambda self: None)
+
+
+def successor_is_not_compared(patch: pytest.MonkeyPatch) -> None:
+    original = BlockPool.follow
+
+    def follow(
+        self: BlockPool, parent: BlockContent | None, block_hash: bytes, tokens: bytes, keys: bytes
+    ) -> BlockContent | None:
+        if parent is not None and parent.successor is not None:
+            return parent.successor
+        return original(self, parent, block_hash, tokens, keys)
+
+    patch.setattr(BlockPool, "follow", follow)
+
+
 def distrust_stops_at_the_block_itself(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         BlockPool,
@@ -405,6 +446,8 @@ def adopted_block_in_use_loses_its_table(patch: pytest.MonkeyPatch) -> None:
         commit_believes_a_block_filled_anew,
         orphans_keep_their_hash,
         parent_is_not_compared,
+        successors_outlive_their_blocks,
+        successor_is_not_compared,
         distrust_stops_at_the_block_itself,
         lost_steps_are_trusted,
         adopted_block_in_use_loses_its_table,

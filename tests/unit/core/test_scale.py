@@ -65,6 +65,34 @@ def test_pool_content_forgotten_gives_its_memory_back() -> None:
     assert again - empty < 100 * NUM_BLOCKS
 
 
+def test_contents_of_a_long_prompt_that_is_evicted_are_freed_by_reference_counts() -> None:
+    """Parent and successor refer to each other; the garbage collector, which is kept from pools, is not needed."""
+
+    def contents_alive() -> int:
+        return sum(type(one) is BlockContent for one in gc.get_objects())
+
+    gc.collect()
+    before = contents_alive()
+    kv = KVCacheManager(NUM_BLOCKS + 1, BLOCK_SIZE)
+    gc.disable()
+    try:
+        for index, backwards in enumerate((False, True)):
+            request = make_request(f"r{index}", NUM_BLOCKS * BLOCK_SIZE, arrival_seq=index)
+            assert kv.allocate_sequence(request)
+            request.num_computed_tokens = request.num_tokens
+            kv.cache_blocks(request, 0)
+            assert contents_alive() - before == NUM_BLOCKS
+            blocks = list(reversed(request.blocks) if backwards else request.blocks)
+            kv.free(request)
+            for block in blocks:
+                kv.pool.touch([block])
+                kv.pool.overwrite(block)
+                kv.pool.free_blocks([block])
+            assert contents_alive() == before
+    finally:
+        gc.enable()
+
+
 def test_pool_any_life_makes_no_block_and_loses_none() -> None:
     before = blocks_alive()
     kv = KVCacheManager(NUM_BLOCKS + 1, BLOCK_SIZE)

@@ -251,14 +251,14 @@ def test_schedule_blocked_head_looks_nothing_up_until_blocks_come_free(
     head = scheduler.add_request(make_new("head", [*prompts[shared], *own]))
 
     lookups = 0
-    original = BlockPool.get_cached_block
+    original = BlockPool.follow
 
-    def get_cached_block(self: BlockPool, *arguments: object) -> object:
+    def follow(self: BlockPool, *arguments: object) -> object:
         nonlocal lookups
         lookups += 1
         return original(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(BlockPool, "get_cached_block", get_cached_block)
+    monkeypatch.setattr(BlockPool, "follow", follow)
     for _ in range(100):
         assert set(rows_of(run_step(scheduler))) == {"a", "b"}
     assert scheduler.kv.pool.num_evictions > 0
