@@ -11,7 +11,7 @@ from typing import overload
 
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.errors import InvalidRequestError
-from kvmanager_service.core.group_hits import group_of
+from kvmanager_service.core.group_key import group_of
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix, PinnedPrefixes
 from kvmanager_service.core.request import Request, RequestStatus
 from kvmanager_service.core.scheduler import Scheduler
