@@ -1,7 +1,8 @@
 """What happened to each block, as far back as a bounded ring goes: for those who look for why a block was not hit.
 
 Station: written by `KVCacheManager`, or `KVCacheCoordinator` and its `GroupForks`, (who took and gave back a block) and
-by `BlockPool` (what it came to hold and lost), where a manager is told to keep one; read by `engine_views`. One belongs to one cache: another one's blocks are others.
+by `BlockPool` (what it came to hold and lost), where a manager is told to keep one; read by `engine_views`. One belongs
+to one cache: another one's blocks are others.
 """
 
 from __future__ import annotations
@@ -108,9 +109,7 @@ class BlockHistory:
     def note_table(self, request_id: str, group: int, blocks: Iterable[KVCacheBlock], moment: BlockMoment) -> None:
         """A request did something with blocks of its table in a group."""
         for block in blocks:
-            self.note(
-                block.block_id, moment, request_id=request_id, block_hash=block.block_hash or b"", group=group
-            )
+            self.note(block.block_id, moment, request_id=request_id, block_hash=block.block_hash or b"", group=group)
 
     def of(self, block_id: int) -> list[BlockRecord]:
         """What is kept of one block, oldest first."""

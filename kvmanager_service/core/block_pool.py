@@ -21,8 +21,8 @@ from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import BlockHash
 from kvmanager_service.core.block_history import BlockHistory, BlockMoment
-from kvmanager_service.core.group_key import group_of
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
+from kvmanager_service.core.group_key import group_of
 from kvmanager_service.core.retention import RetentionRange
 
 NULL_BLOCK_ID = 0

@@ -20,6 +20,7 @@ from kvmanager_service.core.group_key import KEY_BYTES, group_key, has_group_key
 from kvmanager_service.core.kv_groups import KVGroup, TableEntry
 from kvmanager_service.core.request import Request
 
+
 def _hash_in_group(hash_function: HashFunction, prefix_hash: BlockHash, key: bytes) -> BlockHash:
     """The hash of what ends at a prefix in the group with this key."""
     return hash_block_tokens(hash_function, prefix_hash, b"", key)

@@ -1,7 +1,7 @@
 """What names a KV group in a content: the extra key that all contents of a group begin with, where there are several.
 
-Station: used by whoever makes contents of several groups (`group_hits`), and whoever tells of any (`block_pool`, events,
-listings). It knows no pool.
+Station: used by whoever makes contents of several groups (`group_hits`), and whoever tells of any (`block_pool`,
+events, listings). It knows no pool.
 """
 
 from __future__ import annotations

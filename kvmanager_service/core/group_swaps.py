@@ -42,7 +42,7 @@ class GroupSwaps:
             gone, or is a state that has moved on. Nothing is referenced yet.
         """
         num_computed = request.num_computed_tokens
-        if not all([group.can_fork(num_tokens, num_computed) for group in self._groups]):
+        if not all(group.can_fork(num_tokens, num_computed) for group in self._groups):
             return None
         found: list[tuple[KVCacheBlock, bool]] = []
         for group_index, index in self._hits.entries(num_tokens):

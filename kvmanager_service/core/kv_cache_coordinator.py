@@ -195,10 +195,8 @@ class KVCacheCoordinator:
 
         Of a request without blocks num_tokens is all that are known.
         """
-        if request.tables:
-            needed = self.num_new_blocks(request, num_tokens)
-        else:
-            needed = _num_taken(self._lay_out(request)[1])
+        is_running = bool(request.tables)
+        needed = self.num_new_blocks(request, num_tokens) if is_running else _num_taken(self._lay_out(request)[1])
         return max(0, needed - self.pool.num_free_blocks)
 
     def hit_blocks(self, request: Request) -> set[KVCacheBlock]:
@@ -391,7 +389,7 @@ class KVCacheCoordinator:
         return shared
 
     def detach(self, request: Request, num_tokens: int) -> list[KVCacheBlock] | None:
-        """Take the tables from a request that is about to be freed; what its token at num_tokens reads stays referenced.
+        """Take the tables from a request that is about to be freed; what its token at num_tokens reads stays held.
 
         Returns:
             The blocks of `entries`; `give_back_detached` takes them when they are not needed any more. None when one of
@@ -407,9 +405,7 @@ class KVCacheCoordinator:
         request.tables = []
         return kept
 
-    def give_back_detached(
-        self, request: Request, entries: Sequence[TableEntry], blocks: list[KVCacheBlock]
-    ) -> None:
+    def give_back_detached(self, request: Request, entries: Sequence[TableEntry], blocks: list[KVCacheBlock]) -> None:
         """Take back what `detach` returned, given the entries it was of."""
         self.pool.free_blocks(reversed(blocks))
         if self.pool.history is not None:

@@ -309,7 +309,7 @@ class KVCacheManager:
         return shared
 
     def detach(self, request: Request, num_tokens: int) -> list[KVCacheBlock] | None:
-        """Take the table from a request that is about to be freed; what its token at num_tokens reads stays referenced.
+        """Take the table from a request that is about to be freed; what its token at num_tokens reads stays held.
 
         Returns:
             The blocks of `entries`; `give_back_detached` takes them when they are not needed any more. Never None:
@@ -321,9 +321,7 @@ class KVCacheManager:
         request.blocks = []
         return blocks
 
-    def give_back_detached(
-        self, request: Request, entries: Sequence[TableEntry], blocks: list[KVCacheBlock]
-    ) -> None:
+    def give_back_detached(self, request: Request, entries: Sequence[TableEntry], blocks: list[KVCacheBlock]) -> None:
         """Take back what `detach` returned, given the entries it was of."""
         self.give_back(request, blocks)
 

@@ -8,8 +8,8 @@ the first on. It computes nothing. What it lacks it takes once a request has com
 for the next block that it lacks. A block that a pin holds is referenced, so no policy can hand it out.
 
 Where there are several KV groups, it names the blocks of each that a request goes on from at the prefix's end: of full
-attention all, of a window those that it reads there. They are in order of depth: a block that ends later comes later, of
-whichever group it is. So what a pin holds is always the beginning of what it names.
+attention all, of a window those that it reads there. They are in order of depth: a block that ends later comes later,
+of whichever group it is. So what a pin holds is always the beginning of what it names.
 
     pin ─▶ lacking ─hold: a request computed it▶ held ─▶ unpin
               ▲                                   │
@@ -235,14 +235,15 @@ class PinnedPrefixes:
         Those that pins alone hold, but for what the request hits: that would be a free block, and one more for it. And
         those of its own that it could do without, if only pins hold them, too: see `reusable_blocks`.
         """
-        hits = set() if request.blocks or request.tables else kv.hit_blocks(request)
+        is_running = bool(request.blocks or request.tables)
+        hits = set() if is_running else kv.hit_blocks(request)
         helpful = {
             block
             for pin in self._pins.values()
             for block in pin.blocks
             if block.ref_cnt == self._holders[block.block_id] and block not in hits
         }
-        for block in kv.reusable_blocks(request):
+        for block in kv.reusable_blocks(request) if is_running else ():
             num_holders = self._holders.get(block.block_id, 0)
             if num_holders and block.ref_cnt == num_holders + 1:
                 helpful.add(block)

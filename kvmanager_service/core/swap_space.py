@@ -1,8 +1,8 @@
 """Blocks of preempted requests in the executor's host memory: which copies there are, and which are under way.
 
 Station: owned by `Residency`, one for each cache; calls `KVCacheManager`, or `KVCacheCoordinator`, for device blocks,
-`SwapPolicy` for whether to swap at all, and adds its orders to the `StepPlan`. It knows no KV groups: a host block takes
-a block of any.
+`SwapPolicy` for whether to swap at all, and adds its orders to the `StepPlan`. It knows no KV groups: a host block
+takes a block of any.
 
 Life of a copy, by what its request does:
 
@@ -74,12 +74,12 @@ class HostCopy:
     def __init__(
         self,
         request: Request,
+        *,
         entries: list[TableEntry],
         host_ids: list[int],
         num_tokens: int,
         blocks: list[KVCacheBlock],
         step_id: int,
-        *,
         root: BlockContent | None,
         newest_prefix: BlockContent | None,
     ) -> None:
@@ -92,6 +92,11 @@ class HostCopy:
         self.phase = CopyPhase.LEAVING
         self.blocks = blocks
         self.step_id = step_id
+
+    @property
+    def has_lost_its_prefix(self) -> bool:
+        """Whether the ledger has forgotten its prefix: it may have been computed from what a window has left since."""
+        return self.newest_prefix is not None and self.newest_prefix.block is None
 
     def __repr__(self) -> str:
         return (
@@ -175,11 +180,11 @@ class SwapSpace:
             plan.copies.append(BlockCopy(CopyDirection.DEVICE_TO_HOST, block.block_id, host_id))
         copy = HostCopy(
             request,
-            entries,
-            host_ids,
-            num_tokens,
-            blocks,
-            plan.step_id,
+            entries=entries,
+            host_ids=host_ids,
+            num_tokens=num_tokens,
+            blocks=blocks,
+            step_id=plan.step_id,
             root=root,
             newest_prefix=newest_prefix,
         )
@@ -287,7 +292,7 @@ class SwapSpace:
                 copy.request is request
                 or (request.family_id and copy.request.family_id == request.family_id)
                 or (root is not None and copy.root is root)
-                or (copy.newest_prefix is not None and copy.newest_prefix.block is None)  # and a window left what failed
+                or copy.has_lost_its_prefix
                 or any(block in distrusted for block in copy.blocks)
             ):
                 self.forget(copy.request)
