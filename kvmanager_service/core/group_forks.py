@@ -54,7 +54,7 @@ class GroupForks:
             is_held = held.first <= group.first_needed_block(num_tokens)
             if not is_held or not group.can_fork(num_tokens, parent.num_computed_tokens):
                 raise ValueError(f"expected group {index} of {parent!r} to hold what token {num_tokens} reads")
-        is_cached = True
+        is_cached = parent.is_cacheable  # else a block that counts as findable may have been kept out of the cache
         for group, held in zip(self._groups, parent.tables, strict=True):
             stop = group.num_blocks_for(num_tokens)
             first = min(group.first_needed_block(num_tokens), stop)
