@@ -189,10 +189,14 @@ class BlockView:
 
 @dataclass(frozen=True, slots=True)
 class BlockTrace:
-    """What is kept of one block's life, oldest first; `num_dropped` records of any block are not kept any more."""
+    """What is kept of one block's life, oldest first; `num_dropped` records of any block are not kept any more.
+
+    `num_groups` is how many KV groups there are that records may speak of.
+    """
 
     records: Sequence[BlockRecord]
     num_dropped: int
+    num_groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ class EngineLoop:
 
     def block_trace(self, block_id: int) -> BlockTrace:
         """See `engine_api.Engine.block_trace`."""
-        return block_trace(self._books().kv.pool, block_id)
+        return block_trace(self._books().kv, block_id)
 
     def kv_events(self) -> KvEvents:
         """See `engine_api.Engine.kv_events`."""

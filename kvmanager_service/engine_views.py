@@ -11,7 +11,8 @@ from typing import overload
 
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.errors import InvalidRequestError
-from kvmanager_service.core.group_hits import group_of
+from kvmanager_service.core.group_key import group_of
+from kvmanager_service.core.kv_cache_coordinator import KVCache, num_groups
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix, PinnedPrefixes
 from kvmanager_service.core.request import Request, RequestStatus
 from kvmanager_service.core.scheduler import Scheduler
@@ -129,14 +130,14 @@ def pins_view(pins: PinnedPrefixes) -> PinsView:
     return PinsView([pin_view(pin) for pin in pins], pins.limit)
 
 
-def block_trace(pool: BlockPool, block_id: int) -> BlockTrace:
+def block_trace(kv: KVCache, block_id: int) -> BlockTrace:
     """What is kept of a block's life.
 
     Raises:
         PreconditionError: no history is kept.
         InvalidRequestError: there is no such block.
     """
-    history = pool.history
+    pool, history = kv.pool, kv.pool.history
     if history is None:
         raise PreconditionError(
             "NO_BLOCK_HISTORY",
@@ -149,7 +150,7 @@ def block_trace(pool: BlockPool, block_id: int) -> BlockTrace:
             f"block_id: expected 1 to {pool.num_usable_blocks}, got {block_id}; `kvplane blocks --list` shows them",
             field="block_id",
         )
-    return BlockTrace(history.of(block_id), history.num_dropped)
+    return BlockTrace(history.of(block_id), history.num_dropped, num_groups(kv))
 
 
 class BlockViews(Sequence[BlockView]):

@@ -10,8 +10,6 @@ import asyncio
 
 from kvplane.executor.v1.executor_service_pb2 import GetModelInfoResponse
 
-from kvmanager_service.core.kv_cache_coordinator import needs_no_coordinator
-from kvmanager_service.core.scheduler_config import RECOMPUTE
 from kvmanager_service.engine_api import ModelView
 from kvmanager_service.executor_client import ReadyExecutor
 from kvmanager_service.executor_groups import UnsupportedGroupsError, longest_fit, read_groups
@@ -42,13 +40,8 @@ def require_model(model: ModelView | None, info: GetModelInfoResponse) -> None:
         )
 
 
-def require_geometry(ready: ReadyExecutor, preemption_mode: str = RECOMPUTE) -> None:
-    """Raise ExecutorUnfitError unless there can be books on the executor's cache.
-
-    Args:
-        ready: the executor.
-        preemption_mode: the manager's; blocks of several KV groups, or of windows, are not swapped.
-    """
+def require_geometry(ready: ReadyExecutor) -> None:
+    """Raise ExecutorUnfitError unless there can be books on the executor's cache."""
     kv_cache = ready.kv_cache
     if kv_cache.block_size < 1 or kv_cache.num_blocks < 2 or ready.num_host_blocks < 0:
         raise ExecutorUnfitError(
@@ -68,12 +61,6 @@ def require_geometry(ready: ReadyExecutor, preemption_mode: str = RECOMPUTE) -> 
             "KV_GEOMETRY_UNSUPPORTED",
             f"kv_cache: expected num_blocks above the number of groups, {len(groups)}, so that each has one, got"
             f" {kv_cache.num_blocks}; give the executor more memory for KV",
-        )
-    if preemption_mode != RECOMPUTE and not needs_no_coordinator(groups):
-        raise ExecutorUnfitError(
-            "KV_GEOMETRY_UNSUPPORTED",
-            f"kv_groups: expected one group of full attention for --preemption-mode {preemption_mode}, got"
-            f" {len(groups)} groups or a sliding window; start the manager with --preemption-mode {RECOMPUTE}",
         )
 
 

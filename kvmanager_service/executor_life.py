@@ -92,7 +92,7 @@ class ExecutorLife:
         """Return the model to serve with this executor; reject one that cannot be used."""
         try:
             require_model(self.model, ready.info)
-            require_geometry(ready, self._config.preemption_mode)
+            require_geometry(ready)
             require_length(self.model, ready, self._steps.longest_chunk)
             return self.model or await load_model(ready.info)
         except ExecutorUnfitError as unfit:

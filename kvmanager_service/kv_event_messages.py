@@ -13,7 +13,8 @@ from kvplane.kvmanager.v1 import kv_manager_service_pb2 as pb
 from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.block_events import BlockEvent
 from kvmanager_service.core.errors import EventsForgottenError, InvalidRequestError
-from kvmanager_service.core.group_hits import group_of, parent_hash_of
+from kvmanager_service.core.group_hits import parent_hash_of
+from kvmanager_service.core.group_key import group_of
 from kvmanager_service.engine_api import Engine
 
 __all__ = ["MAX_EVENTS", "event_batch", "snapshot_batches", "watch"]

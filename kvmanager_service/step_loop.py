@@ -22,7 +22,7 @@ from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.block_history import BlockHistory
 from kvmanager_service.core.errors import BadResultError, CoreError
 from kvmanager_service.core.fair_queue import FairWeights
-from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator, make_kv_cache, table_sizes
+from kvmanager_service.core.kv_cache_coordinator import make_kv_cache, table_sizes
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import FinishReason, NewRequest, RequestOutput
 from kvmanager_service.core.scheduler import Scheduler
@@ -110,12 +110,6 @@ class StepLoop:
                 "expected a manager that keeps computed blocks, got one that does not; start it without "
                 "--no-enable-prefix-caching",
             )
-        if isinstance(self._books().kv, KVCacheCoordinator):
-            raise PreconditionError(
-                "PINS_UNSUPPORTED",
-                "expected a model with full attention in every layer, got one with several KV groups or a sliding"
-                " window, whose prefixes cannot be pinned; serve another model",
-            )
         return self._books_now().pins.pin(pin)
 
     def unpin_prefix(self, name: str) -> None:
@@ -182,12 +176,6 @@ class StepLoop:
             num_host_blocks=ready.num_host_blocks,
             adopted_blocks=adopted,
         )
-        if self._config.block_history and self._table_sizes:
-            _log.warning(
-                "no_block_history",
-                num_groups=len(groups),
-                note="--block-history is kept for models with full attention in every layer only",
-            )
         if self._config.preemption_mode != RECOMPUTE and not ready.num_host_blocks:
             _log.warning(
                 "no_swap_space",

@@ -185,10 +185,12 @@ def trace_from(block_id: int, response: manager_pb.TraceBlockResponse) -> mt.Blo
             request_id=record.request_id or None,
             step_id=record.step_id or None,
             block_hash=record.block_hash.hex() or None,
+            group=record.group,
         )
         for record in response.records
     )
-    return mt.BlockTrace(block_id, records, response.is_whole)
+    # A manager of before there were several says nothing of groups.
+    return mt.BlockTrace(block_id, records, response.is_whole, max(1, response.num_groups))
 
 
 def kv_batch_from(response: manager_pb.WatchKvEventsResponse) -> KvEventBatch:

@@ -278,6 +278,7 @@ class BlockRecord:
         request_id: Whose doing it was, or None.
         step_id: The step that fills it, for HASHED and FILLED, or None.
         block_hash: The chain hash in hexadecimal that it got, had or lost, or None.
+        group: The KV group whose table the block was in, or that block_hash is of.
     """
 
     order: int
@@ -285,15 +286,20 @@ class BlockRecord:
     request_id: str | None
     step_id: int | None
     block_hash: str | None
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTrace:
-    """A block's life, oldest first; is_whole when nothing is missing since the cache was set up."""
+    """A block's life, oldest first; is_whole when nothing is missing since the cache was set up.
+
+    num_groups is how many KV groups the model has: with 1, a record's group says nothing.
+    """
 
     block_id: int
     records: tuple[BlockRecord, ...]
     is_whole: bool
+    num_groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,17 @@
 """What happened to each block, as far back as a bounded ring goes: for those who look for why a block was not hit.
 
-Station: written by `KVCacheManager` (who took and gave back a block) and `BlockPool` (what it came to hold and lost),
-where a manager is told to keep one; read by `engine_views`. One belongs to one cache: another one's blocks are others.
+Station: written by `KVCacheManager`, or `KVCacheCoordinator` and its `GroupForks`, (who took and gave back a block) and
+by `BlockPool` (what it came to hold and lost), where a manager is told to keep one; read by `engine_views`. One belongs
+to one cache: another one's blocks are others.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Iterable
+
+from kvmanager_service.core.block import KVCacheBlock
 
 
 class BlockMoment(enum.IntEnum):
@@ -40,12 +44,21 @@ class BlockRecord:
         request_id: whose doing it was; empty where it was nobody's.
         step_id: the step that fills it, for HASHED and FILLED; 0 otherwise.
         block_hash: what it came to hold, held or lost; empty where it has no hash.
+        group: the KV group whose table the block was in, or whose content it came to hold or lost.
     """
 
-    __slots__ = ("block_hash", "block_id", "moment", "order", "request_id", "step_id")
+    __slots__ = ("block_hash", "block_id", "group", "moment", "order", "request_id", "step_id")
 
     def __init__(
-        self, order: int, block_id: int, moment: BlockMoment, *, request_id: str, step_id: int, block_hash: bytes
+        self,
+        order: int,
+        block_id: int,
+        moment: BlockMoment,
+        *,
+        request_id: str,
+        step_id: int,
+        block_hash: bytes,
+        group: int = 0,
     ) -> None:
         self.order = order
         self.block_id = block_id
@@ -53,6 +66,7 @@ class BlockRecord:
         self.request_id = request_id
         self.step_id = step_id
         self.block_hash = block_hash
+        self.group = group
 
 
 class BlockHistory:
@@ -69,15 +83,33 @@ class BlockHistory:
         self._next_order = 1
 
     def note(
-        self, block_id: int, moment: BlockMoment, *, request_id: str = "", step_id: int = 0, block_hash: bytes = b""
+        self,
+        block_id: int,
+        moment: BlockMoment,
+        *,
+        request_id: str = "",
+        step_id: int = 0,
+        block_hash: bytes = b"",
+        group: int = 0,
     ) -> None:
         """Something happened to a block."""
         self._records.append(
             BlockRecord(
-                self._next_order, block_id, moment, request_id=request_id, step_id=step_id, block_hash=block_hash
+                self._next_order,
+                block_id,
+                moment,
+                request_id=request_id,
+                step_id=step_id,
+                block_hash=block_hash,
+                group=group,
             )
         )
         self._next_order += 1
+
+    def note_table(self, request_id: str, group: int, blocks: Iterable[KVCacheBlock], moment: BlockMoment) -> None:
+        """A request did something with blocks of its table in a group."""
+        for block in blocks:
+            self.note(block.block_id, moment, request_id=request_id, block_hash=block.block_hash or b"", group=group)
 
     def of(self, block_id: int) -> list[BlockRecord]:
         """What is kept of one block, oldest first."""

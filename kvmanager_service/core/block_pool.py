@@ -23,6 +23,7 @@ from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import BlockHash
 from kvmanager_service.core.block_history import BlockHistory, BlockMoment
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
+from kvmanager_service.core.group_key import group_of
 from kvmanager_service.core.retention import RetentionRange
 
 NULL_BLOCK_ID = 0
@@ -362,7 +363,7 @@ class BlockPool:
         if self.history is not None:
             moment = BlockMoment.HASHED if provisional_step else BlockMoment.ADOPTED
             for block, content in zip(blocks, contents, strict=True):
-                self.history.note(block.block_id, moment, step_id=provisional_step, block_hash=content.block_hash)
+                self._note(block, content, moment, provisional_step)
         if provisional_step:
             fill = self._provisional.get(provisional_step)
             if fill is None:
@@ -392,9 +393,7 @@ class BlockPool:
                 if events is not None:
                     events.stored(block.block_id, content)
                 if self.history is not None:
-                    self.history.note(
-                        block.block_id, BlockMoment.FILLED, step_id=step_id, block_hash=content.block_hash
-                    )
+                    self._note(block, content, BlockMoment.FILLED, step_id)
         return committed
 
     def provisional_blocks_of(self, owner: int, first_step: int) -> list[KVCacheBlock]:
@@ -506,7 +505,7 @@ class BlockPool:
         content = block.content
         assert content is not None
         if self.history is not None:
-            self.history.note(block.block_id, moment, block_hash=content.block_hash)
+            self._note(block, content, moment)
         content.left_by(block)
         if content.block is None:
             del self.cached_block_hash_to_block[content.block_hash]
@@ -515,6 +514,13 @@ class BlockPool:
         block.content = None
         block.provisional_step = 0
         self.num_cached_blocks -= 1
+
+    def _note(self, block: KVCacheBlock, content: BlockContent, moment: BlockMoment, step_id: int = 0) -> None:
+        """Tell the history, which there is, what became of what a block holds."""
+        assert self.history is not None
+        self.history.note(
+            block.block_id, moment, step_id=step_id, block_hash=content.block_hash, group=group_of(content)
+        )
 
     def check_integrity(self, tables: Iterable[Sequence[KVCacheBlock]]) -> None:
         """Check every invariant against the block tables that exist.

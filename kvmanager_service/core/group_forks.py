@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvmanager_service.core.block import KVCacheBlock
+from kvmanager_service.core.block_history import BlockMoment
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.copy_on_write import CopyOnWrite
 from kvmanager_service.core.forks import require_forkable
@@ -52,7 +54,7 @@ class GroupForks:
             is_held = held.first <= group.first_needed_block(num_tokens)
             if not is_held or not group.can_fork(num_tokens, parent.num_computed_tokens):
                 raise ValueError(f"expected group {index} of {parent!r} to hold what token {num_tokens} reads")
-        is_cached = True
+        is_cached = parent.is_cacheable  # else a block that counts as findable may have been kept out of the cache
         for group, held in zip(self._groups, parent.tables, strict=True):
             stop = group.num_blocks_for(num_tokens)
             first = min(group.first_needed_block(num_tokens), stop)
@@ -62,6 +64,10 @@ class GroupForks:
             table.cached_to(max(first, min(held.num_cached, num_full)))
             is_cached = is_cached and table.num_cached >= num_full
             self._pool.touch(table.blocks[first:])
+            if self._pool.history is not None:
+                self._pool.history.note_table(
+                    child.request_id, len(child.tables), table.blocks[first:], BlockMoment.HIT
+                )
             child.tables.append(table)
         num_prefixes = num_tokens // self._prefix_size
         child.block_hashes = parent.block_hashes[:num_prefixes]
@@ -70,22 +76,26 @@ class GroupForks:
         child.num_computed_tokens = num_tokens
         parent.may_share_tail = child.may_share_tail = True
 
-    def num_shared_tails(self, request: Request) -> int:
-        """In how many groups another table has the block that the request's next token is written to."""
+    def shared_tails(self, request: Request) -> list[KVCacheBlock]:
+        """The blocks that the request's next token is written to and that another table has, too."""
         num_computed = request.num_computed_tokens
-        return sum(
-            [
-                (index := num_computed // group.block_size) < len(table.blocks) and table.blocks[index].ref_cnt > 1
-                for group, table in zip(self._groups, request.tables, strict=True)
-            ]
-        )
+        return [
+            table.blocks[index]
+            for group, table in zip(self._groups, request.tables, strict=True)
+            if (index := num_computed // group.block_size) < len(table.blocks) and table.blocks[index].ref_cnt > 1
+        ]
 
     def own_tails(self, request: Request) -> None:
         """Let the blocks that the request's next token is written to be its alone; free blocks are there if needed."""
         request.may_share_tail = False
-        for group, table in zip(self._groups, request.tables, strict=True):
+        history = self._pool.history
+        for group_index, (group, table) in enumerate(zip(self._groups, request.tables, strict=True)):
             index = request.num_computed_tokens // group.block_size
             held = table.blocks[index]
             own = self._copies.own(held)
-            if own is not held:
-                table.replace(index, own)
+            if own is held:
+                continue
+            table.replace(index, own)
+            if history is not None:
+                history.note_table(request.request_id, group_index, [held], BlockMoment.FREED)
+                history.note_table(request.request_id, group_index, [own], BlockMoment.ALLOCATED)

@@ -12,42 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd, lcm
-from typing import Final
 
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
-from kvmanager_service.core.block_hash import (
-    BlockHash,
-    HashFunction,
-    KeyDomain,
-    default_hash,
-    encode_extra_keys,
-    hash_block_tokens,
-)
+from kvmanager_service.core.block_hash import BlockHash, HashFunction, default_hash, hash_block_tokens
 from kvmanager_service.core.block_pool import BlockPool
-from kvmanager_service.core.kv_groups import KVGroup
+from kvmanager_service.core.group_key import KEY_BYTES, group_key, has_group_key
+from kvmanager_service.core.kv_groups import KVGroup, TableEntry
 from kvmanager_service.core.request import Request
-
-_INDEX_BYTES: Final = 2
-
-
-def group_key(index: int) -> bytes:
-    """The extra key that a content of this group begins with."""
-    return encode_extra_keys(((KeyDomain.KV_GROUP, index.to_bytes(_INDEX_BYTES, "little")),))
-
-
-_KEY_BYTES: Final = len(group_key(0))
-_KEY_HEAD: Final = group_key(0)[:-_INDEX_BYTES]
 
 
 def _hash_in_group(hash_function: HashFunction, prefix_hash: BlockHash, key: bytes) -> BlockHash:
     """The hash of what ends at a prefix in the group with this key."""
     return hash_block_tokens(hash_function, prefix_hash, b"", key)
-
-
-def group_of(content: BlockContent) -> int:
-    """The KV group of a content; 0 where there is only one, whose contents have no key that says so."""
-    keys = content.extra_keys
-    return int.from_bytes(keys[_KEY_BYTES - _INDEX_BYTES : _KEY_BYTES], "little") if keys.startswith(_KEY_HEAD) else 0
 
 
 def parent_hash_of(
@@ -57,9 +33,9 @@ def parent_hash_of(
 
     Where there are several groups that parent is a prefix, which is of no group and has another hash.
     """
-    if not content.extra_keys.startswith(_KEY_HEAD):
+    if not has_group_key(content):
         return parent.block_hash
-    return _hash_in_group(hash_function, parent.block_hash, content.extra_keys[:_KEY_BYTES])
+    return _hash_in_group(hash_function, parent.block_hash, content.extra_keys[:KEY_BYTES])
 
 
 class GroupLookup:
@@ -145,9 +121,36 @@ class GroupHits:
         end = self.prefix_at(request, stop).block_hash
         return _hash_in_group(self._hash_function, end, self.group_keys[group_index])
 
+    def name_of(self, request: Request, entry: TableEntry) -> BlockHash:
+        """The hash of a table's entry. Only the request's hashes need be known as far as that, not its prefixes."""
+        group_index, index = entry
+        stop = (index + 1) * self._groups[group_index].block_size
+        end = request.block_hashes[stop // self.prefix_size - 1]
+        return _hash_in_group(self._hash_function, end, self.group_keys[group_index])
+
+    def filled_block(self, request: Request, entry: TableEntry) -> KVCacheBlock | None:
+        """A block that holds an entry and that no outstanding step has yet to fill; None where there is none."""
+        group_index, index = entry
+        if (index + 1) * self._groups[group_index].block_size > len(request.contents) * self.prefix_size:
+            return None
+        return self._pool.get_filled_block(*self.key_of(request, group_index, index))
+
+    def entries(self, num_tokens: int) -> list[TableEntry]:
+        """All entries before position num_tokens that the token there reads, in order of depth.
+
+        That is by where they end; of groups that end at the same place, by group.
+        """
+        found = [
+            ((index + 1) * group.block_size, group_index, index)
+            for group_index, group in enumerate(self._groups)
+            for index in range(group.first_needed_block(num_tokens), group.num_blocks_for(num_tokens))
+        ]
+        found.sort()
+        return [(group_index, index) for _, group_index, index in found]
+
     def prefix_at(self, request: Request, position: int) -> BlockContent:
         """The prefix that ends at a position, not 0; it is known."""
         return request.contents[position // self.prefix_size - 1]
 
 
-__all__ = ["GroupHits", "GroupLookup", "group_key", "group_of", "parent_hash_of"]
+__all__ = ["GroupHits", "GroupLookup", "parent_hash_of"]

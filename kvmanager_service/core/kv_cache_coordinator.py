@@ -12,22 +12,23 @@ A hit is a length that all groups agree on, see `group_hits`: a multiple of all 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from kvmanager_service.core.adoption import TaggedBlock
-from kvmanager_service.core.block import KVCacheBlock
+from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_events import BlockEventLog
-from kvmanager_service.core.block_hash import HashFunction, default_hash, hash_block_tokens
-from kvmanager_service.core.block_history import BlockHistory
+from kvmanager_service.core.block_hash import BlockHash, HashFunction, default_hash, hash_block_tokens
+from kvmanager_service.core.block_history import BlockHistory, BlockMoment
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.copy_on_write import CopyOnWrite
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY
 from kvmanager_service.core.group_adoption import GroupAdoption
 from kvmanager_service.core.group_forks import GroupForks
 from kvmanager_service.core.group_hits import GroupHits, GroupLookup
-from kvmanager_service.core.kv_cache_manager import KVCacheManager
-from kvmanager_service.core.kv_groups import FullAttention, GroupTable, KVGroup
+from kvmanager_service.core.group_swaps import GroupSwaps
+from kvmanager_service.core.kv_cache_manager import NONE_LEAVING, KVCacheManager
+from kvmanager_service.core.kv_groups import FullAttention, GroupTable, KVGroup, TableEntry
 from kvmanager_service.core.prefix_ledger import PrefixLedger
 from kvmanager_service.core.request import Request
 from kvmanager_service.core.step import BlockCopy
@@ -44,6 +45,7 @@ class KVCacheCoordinator:
         hash_function: what finds candidates; see `block_hash`.
         eviction_policy: a name in `EVICTION_POLICIES`.
         events: told of every change to what can be hit, in all groups; None tells nobody.
+        history: told of what becomes of each block, and in which group; None tells nobody.
 
     Attributes:
         hits: finds what is cached, and says what names a content.
@@ -66,12 +68,13 @@ class KVCacheCoordinator:
         hash_function: HashFunction = default_hash,
         eviction_policy: str = DEFAULT_EVICTION_POLICY,
         events: BlockEventLog | None = None,
+        history: BlockHistory | None = None,
     ) -> None:
         if not groups:
             raise ValueError("expected at least one KV group, got none")
         if longest_chunk < 1:
             raise ValueError(f"expected longest_chunk of at least 1 token, got {longest_chunk}")
-        self.pool = BlockPool(num_blocks, eviction_policy, events=events)
+        self.pool = BlockPool(num_blocks, eviction_policy, events=events, history=history)
         self.groups = list(groups)
         self.longest_chunk = longest_chunk
         self.enable_caching = enable_caching
@@ -82,6 +85,7 @@ class KVCacheCoordinator:
         self.prefix_size = self.hits.prefix_size
         self.ledger = PrefixLedger(self.pool)
         self._forks = GroupForks(self.pool, self.groups, self.prefix_size, self.copies)
+        self._swaps = GroupSwaps(self.groups, self.hits)
         self._full_groups = [index for index, group in enumerate(groups) if group.reach is None]
         self._requests_with_prefixes: dict[int, Request] = {}
 
@@ -117,8 +121,7 @@ class KVCacheCoordinator:
             tokens = request.tokens(index * size, (index + 1) * size)
             extra_keys = request.keys_of_block(index, size)
             if index == len(hashes):
-                parent_hash = None if parent is None else parent.block_hash
-                hashes.append(hash_block_tokens(self.hash_function, parent_hash, tokens, extra_keys))
+                hashes.append(hash_block_tokens(self.hash_function, hashes[-1] if hashes else None, tokens, extra_keys))
             prefix = self.ledger.extend(parent, hashes[index], tokens, extra_keys)
             if prefix is None:
                 request.is_cacheable = False
@@ -141,7 +144,7 @@ class KVCacheCoordinator:
         again before it produced anything. Of a table with a window, that is as many blocks as it ever holds at a time.
 
         Args:
-            request: a waiting one.
+            request: a waiting one. What the host holds of it beyond what is hit will be copied to its blocks.
             reserve: blocks that must stay free.
 
         Returns:
@@ -149,29 +152,56 @@ class KVCacheCoordinator:
         """
         if not self._may_fit(request, reserve):
             return False
-        lookups = self.hits.lookups(request)
-        hit = self._search(request, lookups)
-        firsts, hits, num_new = [], [], []
-        for group, lookup in zip(self.groups, lookups, strict=True):
-            first, stop = group.first_needed_block(hit), hit // group.block_size
-            firsts.append(first)
-            found = [block for index in range(first, stop) if (block := lookup.block(index)) is not None]
-            assert len(found) == stop - first
-            hits.append(found)
-            num_new.append(group.table_end(hit, request.num_tokens, self.longest_chunk) - stop)
-        num_free_hits = sum(block.ref_cnt == 0 for blocks in hits for block in blocks)
-        if sum(num_new) + reserve > self.pool.num_free_blocks - num_free_hits:
+        hit, beginnings = self._lay_out(request)
+        if _num_taken(beginnings) + reserve > self.pool.num_free_blocks:
             return False
-        for blocks in hits:
-            self.pool.touch(blocks)
-        for group, first, blocks, count in zip(self.groups, firsts, hits, num_new, strict=True):
-            table = GroupTable(group, self.pool.null_block, first)
-            table.extend(blocks)
+        for beginning in beginnings:
+            self.pool.touch(beginning.found)
+        for group_index, beginning in enumerate(beginnings):
+            table = GroupTable(self.groups[group_index], self.pool.null_block, beginning.first)
+            table.extend(beginning.found)
             table.cached_to(len(table.blocks))
-            table.extend(self.pool.get_new_blocks(count))
+            new = self.pool.get_new_blocks(beginning.num_new)
+            table.extend(new)
             request.tables.append(table)
+            if self.pool.history is not None:
+                self.pool.history.note_table(request.request_id, group_index, beginning.found, BlockMoment.HIT)
+                self.pool.history.note_table(request.request_id, group_index, new, BlockMoment.ALLOCATED)
         request.num_computed_tokens = hit
         return True
+
+    def _lay_out(self, request: Request) -> tuple[int, list[_Beginning]]:
+        """How the tables of a request without blocks would begin: tokens hit, and what each table takes."""
+        lookups = self.hits.lookups(request)
+        hit = self._search(request, lookups)
+        start = max(hit, request.num_swapped_tokens)
+        known = min(start, len(request.contents) * self.prefix_size)
+        beginnings = []
+        for group, lookup in zip(self.groups, lookups, strict=True):
+            first = group.first_needed_block(start)
+            found: list[KVCacheBlock] = []
+            for index in range(first, known // group.block_size):
+                block = lookup.block(index)
+                if block is None:
+                    break
+                found.append(block)
+            assert start > hit or len(found) == hit // group.block_size - first
+            end = group.table_end(start, request.num_tokens, self.longest_chunk)
+            beginnings.append(_Beginning(first, found, end - first - len(found)))
+        return hit, beginnings
+
+    def num_lacking(self, request: Request, num_tokens: int) -> int:
+        """Free blocks that are too few for its tables to hold what it takes to reach num_tokens; 0 where they do.
+
+        Of a request without blocks num_tokens is all that are known.
+        """
+        is_running = bool(request.tables)
+        needed = self.num_new_blocks(request, num_tokens) if is_running else _num_taken(self._lay_out(request)[1])
+        return max(0, needed - self.pool.num_free_blocks)
+
+    def hit_blocks(self, request: Request) -> set[KVCacheBlock]:
+        """What a request without blocks would be given from the cache."""
+        return {block for beginning in self._lay_out(request)[1] for block in beginning.found}
 
     def _may_fit(self, request: Request, reserve: int) -> bool:
         """Whether a waiting request may find room. A no is certain, and soon found, however long its prefix is.
@@ -215,26 +245,65 @@ class KVCacheCoordinator:
     def _move_tables(self, request: Request, num_tokens: int) -> bool:
         num_computed = request.num_computed_tokens
         num_new, firsts, leaving = [], [], []
+        history = self.pool.history
         for group, table in zip(self.groups, request.tables, strict=True):
             end = group.table_end(num_computed, num_tokens, self.longest_chunk)
             num_new.append(max(0, end - len(table.blocks)))
             first = group.first_needed_block(num_computed)
             firsts.append(first)
             leaving += table.blocks[table.first : first]
-        num_copied = self._forks.num_shared_tails(request) if request.may_share_tail else 0
+        num_copied = len(self._forks.shared_tails(request)) if request.may_share_tail else 0
         needed = sum(num_new) + num_copied
         if needed > self.pool.num_free_blocks + sum(block.ref_cnt == 1 for block in leaving):
             return False
         if leaving:
             self.pool.free_blocks(reversed(leaving))
-        for table, first, count in zip(request.tables, firsts, num_new, strict=True):
+        for group_index, (table, first, count) in enumerate(zip(request.tables, firsts, num_new, strict=True)):
+            if history is not None:
+                left = table.blocks[table.first : first]
+                history.note_table(request.request_id, group_index, left, BlockMoment.FREED)
             if first > table.first:
                 table.leave(first)
             if count:
-                table.extend(self.pool.get_new_blocks(count))
+                new = self.pool.get_new_blocks(count)
+                table.extend(new)
+                if history is not None:
+                    history.note_table(request.request_id, group_index, new, BlockMoment.ALLOCATED)
         if request.may_share_tail:
             self._forks.own_tails(request)
         return True
+
+    def num_new_blocks(
+        self, request: Request, num_tokens: int, leaving: Mapping[KVCacheBlock, int] = NONE_LEAVING
+    ) -> int:
+        """Free blocks that `allocate_slots` takes beyond those that come free by what its windows leave.
+
+        Args:
+            request: a running one.
+            num_tokens: as there.
+            leaving: references that are not counted, by block: they will have been dropped.
+        """
+        num_computed = request.num_computed_tokens
+        needed = 0
+        for group, table in zip(self.groups, request.tables, strict=True):
+            needed += max(0, group.table_end(num_computed, num_tokens, self.longest_chunk) - len(table.blocks))
+            for block in table.blocks[table.first : group.first_needed_block(num_computed)]:
+                needed -= block.ref_cnt - leaving.get(block, 0) == 1
+        if request.may_share_tail:
+            for block in self._forks.shared_tails(request):
+                needed += block.ref_cnt - leaving.get(block, 0) > 1
+        return max(0, needed)
+
+    def reusable_blocks(self, request: Request) -> list[KVCacheBlock]:
+        """Those in a running request's tables of which each makes up for a free block once nobody else holds it.
+
+        What its windows are about to leave, and what it is about to write to: then that need not be copied.
+        """
+        num_computed = request.num_computed_tokens
+        blocks = self._forks.shared_tails(request) if request.may_share_tail else []
+        for group, table in zip(self.groups, request.tables, strict=True):
+            blocks += table.blocks[table.first : group.first_needed_block(num_computed)]
+        return blocks
 
     # --- tables are forked ----------------------------------------------------------------------------------------
 
@@ -298,10 +367,101 @@ class KVCacheCoordinator:
         )
         return content is not None
 
+    # --- blocks leave for the host, and come back -----------------------------------------------------------------
+
+    def entries(self, num_tokens: int) -> list[TableEntry]:
+        """The entries of all groups that the token at num_tokens reads, in order of depth."""
+        return self.hits.entries(num_tokens)
+
+    def num_shared_tokens(self, request: Request) -> int:
+        """Tokens of its prefix that others reference, too, in all groups of full attention.
+
+        Where a window begins, nobody else need be: so it is said to be none where all groups have one.
+        """
+        return min([self._num_shared_tokens(request, index) for index in self._full_groups], default=0)
+
+    def _num_shared_tokens(self, request: Request, group_index: int) -> int:
+        shared = 0
+        for block in request.tables[group_index].blocks:
+            if block.ref_cnt == 1:
+                break
+            shared += self.groups[group_index].block_size
+        return shared
+
+    def detach(self, request: Request, num_tokens: int) -> list[KVCacheBlock] | None:
+        """Take the tables from a request that is about to be freed; what its token at num_tokens reads stays held.
+
+        Returns:
+            The blocks of `entries`; `give_back_detached` takes them when they are not needed any more. None when one of
+            them is not there any more, see `GroupSwaps`; then nothing has changed.
+        """
+        found = self._swaps.blocks_read_at(request, num_tokens)
+        if found is None:
+            return None
+        from_cache = [block for block, is_held in found if not is_held]
+        self.pool.touch(from_cache)
+        kept = [block for block, _ in found]
+        self._give_back(request, kept=set(kept).difference(from_cache))
+        request.tables = []
+        return kept
+
+    def give_back_detached(self, request: Request, entries: Sequence[TableEntry], blocks: list[KVCacheBlock]) -> None:
+        """Take back what `detach` returned, given the entries it was of."""
+        self.pool.free_blocks(reversed(blocks))
+        if self.pool.history is not None:
+            for (group_index, _), block in zip(entries, blocks, strict=True):
+                self.pool.history.note_table(request.request_id, group_index, (block,), BlockMoment.FREED)
+
+    def resume(self, request: Request, num_tokens: int) -> list[tuple[int, KVCacheBlock]]:
+        """Let a request that was admitted for it go on at num_tokens, beyond what was hit.
+
+        Returns:
+            What must be filled before its next token reads it: a place in `entries`, and the block.
+        """
+        request.num_computed_tokens = num_tokens
+        return self._swaps.blocks_to_fill(request, num_tokens)
+
+    # --- blocks are pinned ----------------------------------------------------------------------------------------
+
+    def name_of(self, request: Request, entry: TableEntry) -> BlockHash:
+        """The hash of an entry of a request's tables, whether or not it has any; its tokens are known."""
+        hashes, size = request.block_hashes, self.prefix_size
+        for index in range(len(hashes), request.num_tokens // size):
+            tokens = request.tokens(index * size, (index + 1) * size)
+            keys = request.keys_of_block(index, size)
+            hashes.append(hash_block_tokens(self.hash_function, hashes[-1] if hashes else None, tokens, keys))
+        return self.hits.name_of(request, entry)
+
+    def filled_block(self, request: Request, entry: TableEntry, before: BlockContent | None) -> KVCacheBlock | None:
+        """A block that holds an entry of a request's tables and is filled; None where there is none.
+
+        Args:
+            request: until `forget_request`, its prefixes are kept as those of one that runs.
+            entry: of `entries`.
+            before: what the entry before it holds; of no concern here, since the ledger proves what comes before.
+        """
+        request.is_cacheable = True  # whatever has the hash of a prefix of it may be gone by now
+        self._update_prefixes(request)
+        return self.hits.filled_block(request, entry)
+
+    def forget_request(self, request: Request) -> None:
+        """Nobody asks for what this request would hit any more."""
+        self._requests_with_prefixes.pop(request.arrival_seq, None)
+
     # --- blocks come back -----------------------------------------------------------------------------------------
 
     def free(self, request: Request) -> None:
         """Take all blocks of all groups back, the deepest first, so that the deepest part of a prefix goes first."""
+        self._give_back(request)
+        request.tables = []
+        request.contents = []
+        request.is_cacheable = True
+        request.may_share_tail = False
+        request.num_computed_tokens = 0
+        self._requests_with_prefixes.pop(request.arrival_seq, None)
+
+    def _give_back(self, request: Request, kept: Collection[KVCacheBlock] = ()) -> None:
+        """Drop the tables' references, the deepest first, but for those of the blocks that are kept."""
         held = [
             (-(index + 1) * group.block_size, block)
             for group, table in zip(self.groups, request.tables, strict=False)
@@ -312,13 +472,11 @@ class KVCacheCoordinator:
         blocks = [block for _, block in held]
         self.pool.note_use(blocks)
         self._retain(request, blocks)
-        self.pool.free_blocks(blocks)
-        request.tables = []
-        request.contents = []
-        request.is_cacheable = True
-        request.may_share_tail = False
-        request.num_computed_tokens = 0
-        self._requests_with_prefixes.pop(request.arrival_seq, None)
+        self.pool.free_blocks([block for block in blocks if block not in kept] if kept else blocks)
+        if self.pool.history is not None:
+            for group_index, table in enumerate(request.tables):
+                freed = [block for block in table.blocks[table.first :] if block not in kept]
+                self.pool.history.note_table(request.request_id, group_index, freed, BlockMoment.FREED)
 
     def _retain(self, request: Request, blocks: list[KVCacheBlock]) -> None:
         if request.retention is None:
@@ -381,7 +539,7 @@ class KVCacheCoordinator:
     # --- checks ---------------------------------------------------------------------------------------------------
 
     def check_integrity(self, requests: Iterable[Request], detached: Iterable[list[KVCacheBlock]] = ()) -> None:
-        """Check the pool against all tables of all requests that hold blocks, and detached ones: there are none.
+        """Check the pool against all tables of all requests that hold blocks, and whatever else holds some.
 
         Raises:
             AssertionError: an invariant does not hold.
@@ -432,10 +590,7 @@ def make_kv_cache(
     events: BlockEventLog | None = None,
     history: BlockHistory | None = None,
 ) -> KVCache:
-    """The books for a model's groups: a single one of full attention needs no coordinator. See `KVCacheCoordinator`.
-
-    Only a cache that needs none tells `history`.
-    """
+    """The books for a model's groups: a single one of full attention needs no coordinator. See `KVCacheCoordinator`."""
     if needs_no_coordinator(groups):
         return KVCacheManager(
             num_blocks,
@@ -454,6 +609,7 @@ def make_kv_cache(
         hash_function=hash_function,
         eviction_policy=eviction_policy,
         events=events,
+        history=history,
     )
 
 
@@ -465,6 +621,27 @@ def needs_no_coordinator(groups: Sequence[KVGroup]) -> bool:
 def table_sizes(kv: KVCache) -> list[int]:
     """By group, tokens per entry of its tables. None where requests have their one table in `blocks`."""
     return [group.block_size for group in kv.groups] if isinstance(kv, KVCacheCoordinator) else []
+
+
+def num_groups(kv: KVCache) -> int:
+    """How many KV groups there are."""
+    return len(kv.groups) if isinstance(kv, KVCacheCoordinator) else 1
+
+
+class _Beginning:
+    """One table of a request that is about to be admitted: null entries, blocks found in the cache, new ones."""
+
+    __slots__ = ("first", "found", "num_new")
+
+    def __init__(self, first: int, found: list[KVCacheBlock], num_new: int) -> None:
+        self.first = first
+        self.found = found
+        self.num_new = num_new
+
+
+def _num_taken(beginnings: Iterable[_Beginning]) -> int:
+    """Free blocks that these take, those among them that are found free."""
+    return sum(one.num_new + sum(block.ref_cnt == 0 for block in one.found) for one in beginnings)
 
 
 def _depth(held: tuple[int, KVCacheBlock]) -> int:

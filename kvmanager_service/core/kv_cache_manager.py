@@ -10,20 +10,25 @@ holds, see `copy_on_write`.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import Final
 
 from kvmanager_service.core.adoption import Adoption, TaggedBlock
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_events import BlockEventLog
-from kvmanager_service.core.block_hash import NONE_HASH, HashFunction, default_hash, hash_block_tokens
+from kvmanager_service.core.block_hash import NONE_HASH, BlockHash, HashFunction, default_hash, hash_block_tokens
 from kvmanager_service.core.block_history import BlockHistory, BlockMoment
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.copy_on_write import CopyOnWrite
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY
 from kvmanager_service.core.forks import require_forkable
+from kvmanager_service.core.kv_groups import TableEntry
 from kvmanager_service.core.request import TOKEN_BYTES, Request
 from kvmanager_service.core.step import BlockCopy
+
+NONE_LEAVING: Final[dict[KVCacheBlock, int]] = {}
+"""No references are about to be dropped."""
 
 
 class KVCacheManager:
@@ -158,10 +163,34 @@ class KVCacheManager:
         child.num_computed_tokens = num_tokens
         parent.may_share_tail = child.may_share_tail = True
 
-    def num_new_blocks(self, request: Request, num_tokens: int) -> int:
-        """Free blocks that it takes to let a running request's table hold its first num_tokens tokens."""
+    def num_new_blocks(
+        self, request: Request, num_tokens: int, leaving: Mapping[KVCacheBlock, int] = NONE_LEAVING
+    ) -> int:
+        """Free blocks that it takes to let a running request's table hold its first num_tokens tokens.
+
+        Args:
+            request: a running one.
+            num_tokens: how many.
+            leaving: references that are not counted, by block: they will have been dropped.
+        """
         new = max(0, self.num_blocks_for(num_tokens) - len(request.blocks))
-        return new + int(request.may_share_tail and self.shares_tail(request))
+        if request.may_share_tail and self.shares_tail(request):
+            tail = request.blocks[request.num_computed_tokens // self.block_size]
+            new += tail.ref_cnt - leaving.get(tail, 0) > 1
+        return new
+
+    def reusable_blocks(self, request: Request) -> list[KVCacheBlock]:
+        """Those in a running request's table of which each makes up for a free block once nobody else holds it.
+
+        The one that it is about to write to: then that need not be copied.
+        """
+        if request.may_share_tail and self.shares_tail(request):
+            return [request.blocks[request.num_computed_tokens // self.block_size]]
+        return []
+
+    def hit_blocks(self, request: Request) -> set[KVCacheBlock]:
+        """What a request without blocks would be given from the cache."""
+        return set(self.get_computed_blocks(request))
 
     def shares_tail(self, request: Request) -> bool:
         """Whether another table has the block that the request's next token is written to."""
@@ -265,16 +294,73 @@ class KVCacheManager:
         request.may_share_tail = False
         request.num_computed_tokens = 0
 
-    def detach(self, request: Request, num_blocks: int) -> list[KVCacheBlock]:
-        """Take the table from a request that is about to be freed; its first blocks stay referenced.
+    # --- blocks leave for the host, and come back -----------------------------------------------------------------
+
+    def entries(self, num_tokens: int) -> list[TableEntry]:
+        """The table's entries that the token at num_tokens reads, in order of depth: all before it."""
+        return [(0, index) for index in range(self.num_blocks_for(num_tokens))]
+
+    def num_shared_tokens(self, request: Request) -> int:
+        """Tokens of its prefix that others reference, too: tables, pins, or what is on its way to the host."""
+        shared = 0
+        for block in request.blocks:
+            if block.ref_cnt == 1:
+                break
+            shared += self.block_size
+        return shared
+
+    def detach(self, request: Request, num_tokens: int) -> list[KVCacheBlock] | None:
+        """Take the table from a request that is about to be freed; what its token at num_tokens reads stays held.
 
         Returns:
-            Those, in table order; `give_back` takes them when they are not needed any more.
+            The blocks of `entries`; `give_back_detached` takes them when they are not needed any more. Never None:
+            that is of several KV groups.
         """
+        num_blocks = self.num_blocks_for(num_tokens)
         blocks = request.blocks[:num_blocks]
         self.give_back(request, request.blocks[num_blocks:], num_blocks)
         request.blocks = []
         return blocks
+
+    def give_back_detached(self, request: Request, entries: Sequence[TableEntry], blocks: list[KVCacheBlock]) -> None:
+        """Take back what `detach` returned, given the entries it was of."""
+        self.give_back(request, blocks)
+
+    def resume(self, request: Request, num_tokens: int) -> list[tuple[int, KVCacheBlock]]:
+        """Let an admitted request go on at num_tokens, beyond what was hit.
+
+        Returns:
+            What must be filled before its next token reads it: a place in `entries`, and the block.
+        """
+        first = request.num_computed_tokens // self.block_size
+        request.num_computed_tokens = num_tokens
+        return list(enumerate(request.blocks[: self.num_blocks_for(num_tokens)]))[first:]
+
+    # --- blocks are pinned ----------------------------------------------------------------------------------------
+
+    def name_of(self, request: Request, entry: TableEntry) -> BlockHash:
+        """The hash of an entry of a request's table, whether or not it has one; its tokens are known."""
+        self._update_hashes(request)
+        return request.block_hashes[entry[1]]
+
+    def filled_block(self, request: Request, entry: TableEntry, before: BlockContent | None) -> KVCacheBlock | None:
+        """A block that holds an entry of a request's table and is filled; None where there is none.
+
+        Args:
+            request: whose hashes are known.
+            entry: of `entries`.
+            before: what the entry before it holds.
+        """
+        index = entry[1]
+        return self.pool.get_filled_block(
+            request.block_hashes[index],
+            before,
+            request.block_tokens[index],
+            request.keys_of_block(index, self.block_size),
+        )
+
+    def forget_request(self, request: Request) -> None:
+        """Nobody asks for what this request would hit any more. Nothing is kept of it here."""
 
     def give_back(self, request: Request, blocks: list[KVCacheBlock], first: int = 0) -> None:
         """Take back blocks that are, or were, a request's table from entry `first` on, the deepest first."""
@@ -344,10 +430,8 @@ class KVCacheManager:
 
     def _note(self, request: Request, blocks: list[KVCacheBlock], moment: BlockMoment) -> None:
         """Tell the history what a request did with blocks, if there is one."""
-        history = self.pool.history
-        if history is not None:
-            for block in blocks:
-                history.note(block.block_id, moment, request_id=request.request_id, block_hash=block.block_hash or b"")
+        if self.pool.history is not None:
+            self.pool.history.note_table(request.request_id, 0, blocks, moment)
 
     @staticmethod
     def _extend_table(request: Request, blocks: list[KVCacheBlock]) -> None:

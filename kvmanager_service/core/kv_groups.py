@@ -34,6 +34,9 @@ from kvmanager_service.core.block import KVCacheBlock
 NEVER: Final = 1 << 62
 """More tokens than there are."""
 
+TableEntry = tuple[int, int]
+"""A KV group, and an index into its tables; where there is one group only, group 0."""
+
 HitLookup = Callable[[int], KVCacheBlock | None]
 """From a table index to a block that is cached for it, None when there is none."""
 

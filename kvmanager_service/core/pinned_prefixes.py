@@ -1,10 +1,15 @@
 """Prefixes that stay in the cache for as long as somebody wants them to, such as a system prompt.
 
-Station: owned by `Scheduler`, which says when there may be something to hold; calls `KVCacheManager` and its pool.
+Station: owned by `Residency`, which says when there may be something to hold; calls `KVCacheManager`, or
+`KVCacheCoordinator`, and its pool.
 
 A pin is an intent, and outlives every cache: it names a prefix, and holds those of its blocks that are filled, from
 the first on. It computes nothing. What it lacks it takes once a request has computed it: after each step a pin looks
 for the next block that it lacks. A block that a pin holds is referenced, so no policy can hand it out.
+
+Where there are several KV groups, it names the blocks of each that a request goes on from at the prefix's end: of full
+attention all, of a window those that it reads there. They are in order of depth: a block that ends later comes later,
+of whichever group it is. So what a pin holds is always the beginning of what it names.
 
     pin ─▶ lacking ─hold: a request computed it▶ held ─▶ unpin
               ▲                                   │
@@ -23,11 +28,11 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
-from kvmanager_service.core.block_hash import BlockHash, hash_block_tokens
+from kvmanager_service.core.block_hash import BlockHash
 from kvmanager_service.core.errors import DuplicatePinError, InvalidRequestError, PinLimitError, UnknownPinError
 from kvmanager_service.core.kv_cache_coordinator import KVCache
-from kvmanager_service.core.kv_cache_manager import KVCacheManager
-from kvmanager_service.core.request import TOKEN_BYTES, Request
+from kvmanager_service.core.kv_groups import TableEntry
+from kvmanager_service.core.request import TOKEN_BYTES, NewRequest, Request, StopRules
 
 MAX_PINS: Final = 256
 """Each that lacks a block looks for it after every step."""
@@ -40,17 +45,23 @@ class PinnedPrefix:
         name: the pin's.
         token_bytes: the prefix, little-endian int32.
         extra_keys: what of a request as a whole decides its K/V, as in `Request`.
-        block_hashes: chain hashes of the prefix's full blocks in the present cache. What is left over is not pinned.
+        request: one that never runs: the cache is asked what it would hit.
+        entries: of that request's tables in the present cache, those that are pinned, in order of depth. They are of
+            full blocks, up to the longest hit there can be of the prefix; what is left over is not pinned.
+        block_hashes: their chain hashes.
         blocks: those it holds, from the first on.
         contents: what they hold.
     """
 
-    __slots__ = ("block_hashes", "blocks", "contents", "extra_keys", "name", "token_bytes")
+    __slots__ = ("block_hashes", "blocks", "contents", "entries", "extra_keys", "name", "request", "token_bytes")
 
     def __init__(self, name: str, token_bytes: bytes, extra_keys: bytes = b"") -> None:
         self.name = name
         self.token_bytes = token_bytes
         self.extra_keys = extra_keys
+        self.request = Request(NewRequest(name, token_bytes, StopRules(max_tokens=1)), arrival_seq=0)
+        self.request.extra_keys = extra_keys
+        self.entries: list[TableEntry] = []
         self.block_hashes: list[BlockHash] = []
         self.blocks: list[KVCacheBlock] = []
         self.contents: list[BlockContent] = []
@@ -71,7 +82,7 @@ class PinnedPrefix:
 
 
 class PinnedPrefixes:
-    """All pins over one cache; over one of several KV groups they hold nothing.
+    """All pins over one cache.
 
     Args:
         max_fraction: share of the pool's blocks that pins may name, those that several name counted once.
@@ -85,7 +96,8 @@ class PinnedPrefixes:
         self._max_fraction = max_fraction
         self._pins: dict[str, PinnedPrefix] = {}
         self._holders: dict[int, int] = {}  # block id -> how many pins hold it
-        self._kv: KVCacheManager | None = None
+        self._kv: KVCache | None = None
+        self._next_seq = -1
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -135,9 +147,10 @@ class PinnedPrefixes:
             raise PinLimitError(
                 "PIN_LIMIT", f"expected fewer than {MAX_PINS} pins, got {len(self._pins)}; unpin one", max_pins=MAX_PINS
             )
+        pin.request.arrival_seq = self._next_seq  # that of no other, and of no request that runs
         if self._kv is not None:
-            self._set_hashes(pin, self._kv)
-            if not pin.block_hashes:
+            self._set_names(pin, self._kv)
+            if not pin.entries:
                 raise InvalidRequestError(
                     "PIN_TOO_SHORT",
                     f"expected a prefix of at least {self._kv.block_size} tokens, one block, got {pin.num_tokens}; "
@@ -146,6 +159,7 @@ class PinnedPrefixes:
                     num_tokens=pin.num_tokens,
                 )
             self._require_limit(pin)
+        self._next_seq -= 1
         self._pins[pin.name] = pin
         self.hold()
         return pin
@@ -160,6 +174,8 @@ class PinnedPrefixes:
                 name=name,
             )
         self._let_go(pin, 0)
+        if self._kv is not None:
+            self._kv.forget_request(pin.request)
 
     def _require_limit(self, pin: PinnedPrefix) -> None:
         named = {block_hash for other in self._pins.values() for block_hash in other.block_hashes}
@@ -181,7 +197,7 @@ class PinnedPrefixes:
         if kv is None:
             return
         for pin in self._pins.values():
-            while pin.lacks_blocks and (block := self._next_block(pin, kv)) is not None:
+            while pin.lacks_blocks and (block := _next_block(pin, kv)) is not None:
                 if block.block_id not in self._holders and len(self._holders) >= self.limit:
                     break
                 assert block.content is not None
@@ -189,17 +205,6 @@ class PinnedPrefixes:
                 self._holders[block.block_id] = self._holders.get(block.block_id, 0) + 1
                 pin.blocks.append(block)
                 pin.contents.append(block.content)
-
-    def _next_block(self, pin: PinnedPrefix, kv: KVCacheManager) -> KVCacheBlock | None:
-        """The filled block that comes after those a pin holds, if there is one."""
-        index = len(pin.blocks)
-        length = kv.block_size * TOKEN_BYTES
-        return kv.pool.get_filled_block(
-            pin.block_hashes[index],
-            pin.contents[-1] if pin.contents else None,
-            pin.token_bytes[index * length : (index + 1) * length],
-            b"" if index else pin.extra_keys,
-        )
 
     def make_room(self, request: Request, num_tokens: int) -> bool:
         """Stand back for a request that is alone: let go of what it lacks for its first num_tokens tokens.
@@ -209,7 +214,7 @@ class PinnedPrefixes:
             that cannot help keep it in any case.
         """
         kv = self._kv
-        if kv is None or not self._holders or kv.num_blocks_for(num_tokens) > kv.pool.num_usable_blocks:
+        if kv is None or not self._holders:
             return False
         num_lacking = kv.num_lacking(request, num_tokens)
         helpful = self._helpful_blocks(request, kv) if num_lacking else set()
@@ -224,29 +229,30 @@ class PinnedPrefixes:
             self._let_go_of_one(places)
         return not kv.num_lacking(request, num_tokens)
 
-    def _helpful_blocks(self, request: Request, kv: KVCacheManager) -> set[KVCacheBlock]:
+    def _helpful_blocks(self, request: Request, kv: KVCache) -> set[KVCacheBlock]:
         """Blocks of which each makes up for one that the request lacks, once no pin holds it any more.
 
         Those that pins alone hold, but for what the request hits: that would be a free block, and one more for it. And
-        the block it is about to write to, if only pins hold that, too: then it needs no copy.
+        those of its own that it could do without, if only pins hold them, too: see `reusable_blocks`.
         """
-        hits = set() if request.blocks else set(kv.get_computed_blocks(request))
+        is_running = bool(request.blocks or request.tables)
+        hits = set() if is_running else kv.hit_blocks(request)
         helpful = {
             block
             for pin in self._pins.values()
             for block in pin.blocks
             if block.ref_cnt == self._holders[block.block_id] and block not in hits
         }
-        if request.may_share_tail and kv.shares_tail(request):
-            tail = request.blocks[request.num_computed_tokens // kv.block_size]
-            if tail.ref_cnt == self._holders.get(tail.block_id, 0) + 1:
-                helpful.add(tail)
+        for block in kv.reusable_blocks(request) if is_running else ():
+            num_holders = self._holders.get(block.block_id, 0)
+            if num_holders and block.ref_cnt == num_holders + 1:
+                helpful.add(block)
         return helpful
 
     def _let_go_of_one(self, places: list[tuple[PinnedPrefix, list[int]]]) -> None:
         """Let go of one helpful block: of the newest pin that has one with no other behind it, in whichever pin.
 
-        There is one: all pins that hold a block hold it at the same place, so the deepest of all is such a block.
+        There is one: all pins hold their blocks in the same order, so the deepest of all is such a block.
         """
         ends: dict[KVCacheBlock, list[tuple[PinnedPrefix, list[int]]]] = {}
         for pin, indices in places:
@@ -273,13 +279,11 @@ class PinnedPrefixes:
 
     def attach(self, kv: KVCache) -> None:
         """Another cache takes the place of the last: whatever was held is gone with that."""
-        self._kv = kv if isinstance(kv, KVCacheManager) else None
+        self._kv = kv
         self._holders = {}
         for pin in self._pins.values():
             pin.blocks, pin.contents = [], []
-            pin.block_hashes = []
-            if self._kv is not None:
-                self._set_hashes(pin, self._kv)
+            self._set_names(pin, kv)
         self.hold()
 
     def forget(self) -> None:
@@ -291,20 +295,21 @@ class PinnedPrefixes:
         """Blocks have lost their content: let go of those, and of what was computed from them."""
         for pin in self._pins.values():
             for index, (block, content) in enumerate(zip(pin.blocks, pin.contents, strict=True)):
-                if block.content is not content:
+                if block.content is not content or content.is_orphan:
                     self._let_go(pin, index)
                     break
 
     @staticmethod
-    def _set_hashes(pin: PinnedPrefix, kv: KVCacheManager) -> None:
-        pin.block_hashes = []
-        if not kv.enable_caching:
-            return
-        length = kv.block_size * TOKEN_BYTES
-        parent_hash: BlockHash | None = None
-        extra_keys = pin.extra_keys
-        for start in range(0, len(pin.token_bytes) - length + 1, length):
-            tokens = pin.token_bytes[start : start + length]
-            parent_hash = hash_block_tokens(kv.hash_function, parent_hash, tokens, extra_keys)
-            pin.block_hashes.append(parent_hash)
-            extra_keys = b""
+    def _set_names(pin: PinnedPrefix, kv: KVCache) -> None:
+        request = pin.request
+        request.drop_hashes()
+        request.contents = []
+        num_tokens = pin.num_tokens // kv.block_size * kv.block_size
+        pin.entries = kv.entries(num_tokens) if kv.enable_caching else []
+        pin.block_hashes = [kv.name_of(request, entry) for entry in pin.entries]
+
+
+def _next_block(pin: PinnedPrefix, kv: KVCache) -> KVCacheBlock | None:
+    """The filled block that comes after those a pin holds, if there is one."""
+    before = pin.contents[-1] if pin.contents else None
+    return kv.filled_block(pin.request, pin.entries[len(pin.blocks)], before)

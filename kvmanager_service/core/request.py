@@ -192,6 +192,7 @@ class Request:
         token_bytes: known tokens, prompt then output, little-endian int32; none once it has ended.
         num_tokens: how many tokens are known.
         num_pending_tokens: tokens being sampled by outstanding steps: their ids are not known yet.
+        num_swapped_tokens: tokens from which it can go on by what the host holds, see `SwapSpace`; 0 without a copy.
         num_computed_tokens: tokens whose K/V is computed or being computed by an outstanding step.
         blocks: the block table.
         block_id_bytes: the table's block ids as on the wire, little-endian int32.
@@ -248,6 +249,7 @@ class Request:
         "num_pending_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_swapped_tokens",
         "num_tokens",
         "priority",
         "request_id",
@@ -286,6 +288,7 @@ class Request:
         self.num_tokens = len(self.token_bytes) // TOKEN_BYTES
         self.max_total_tokens = self.num_prompt_tokens + new.stop.max_tokens
         self.num_pending_tokens = 0
+        self.num_swapped_tokens = 0
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
 

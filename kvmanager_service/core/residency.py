@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 
 from kvmanager_service.core.block import KVCacheBlock
 from kvmanager_service.core.kv_cache_coordinator import KVCache
-from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.pinned_prefixes import PinnedPrefixes
 from kvmanager_service.core.request import Request
 from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig
@@ -34,9 +33,6 @@ class Residency:
         num_host_blocks: blocks in the executor's host memory; without them preempted requests compute again.
         stats: where is counted who was swapped, and what replaced pools have evicted.
 
-    Raises:
-        ValueError: config.preemption_mode is not for a cache of several KV groups.
-
     Attributes:
         kv: the block tables; what grows a running request's is asked of them.
         pins: what stays in the cache.
@@ -49,24 +45,20 @@ class Residency:
         self.pins = PinnedPrefixes(config.max_pinned_fraction)
         self.pins.attach(kv)
         self.tags = TagOutbox(kv.pool)
-        self._preemption_mode = config.preemption_mode
         self._swap_policy = None if config.preemption_mode == RECOMPUTE else SwapPolicy(config.preemption_mode)
         self._stats = stats
         self.swap_space = self._make_swap_space(num_host_blocks)
 
     def _make_swap_space(self, num_host_blocks: int) -> SwapSpace | None:
-        if self._swap_policy is None:
+        if self._swap_policy is None or not num_host_blocks:
             return None
-        if isinstance(self.kv, KVCacheManager):
-            return SwapSpace(self.kv, num_host_blocks, self._swap_policy, self._stats) if num_host_blocks else None
-        raise ValueError(
-            f"preemption_mode: expected {RECOMPUTE} for a cache of several KV groups, or one that is not full "
-            f"attention, got {self._preemption_mode}"
-        )
+        return SwapSpace(self.kv, num_host_blocks, self._swap_policy, self._stats)
 
     def replace(self, kv: KVCache, num_host_blocks: int) -> None:
         """The executor's memory is gone or another one; no request is on the device, no step is out."""
         self._stats.blocks_evicted += self.kv.pool.num_evictions
+        if self.swap_space is not None:
+            self.swap_space.forget_all()
         self.kv = kv
         self.tags = TagOutbox(kv.pool)
         self.swap_space = self._make_swap_space(num_host_blocks)

@@ -54,9 +54,6 @@ class Scheduler:
         kv: the block tables; replaced as a whole by `replace_cache`.
         num_host_blocks: blocks in the executor's host memory; without them preempted requests compute again.
 
-    Raises:
-        ValueError: config.preemption_mode is not for a cache of several KV groups.
-
     Attributes:
         kv: the block tables.
         pins: what stays in the cache.

@@ -26,7 +26,7 @@ class SchedulerConfig:
         max_outstanding: most steps without a result: 2 keeps one queued ahead, 1 does not. Not more: a row can be fed
             by the step right before it only.
         preemption_mode: one of `PREEMPTION_MODES`: what becomes of a preempted request's K/V. Anything but recompute
-            needs an executor with host blocks, and a single KV group.
+            needs an executor with host blocks.
         max_pinned_fraction: share of the pool that pinned prefixes may name, in [0, 1].
         fair_weights: what a token counts under the fair policy.
     """

@@ -1,7 +1,8 @@
 """Blocks of preempted requests in the executor's host memory: which copies there are, and which are under way.
 
-Station: owned by `Scheduler`, one for each cache; calls `KVCacheManager` for device blocks, `SwapPolicy` for whether to
-swap at all, and adds its orders to the `StepPlan`. One KV group only.
+Station: owned by `Residency`, one for each cache; calls `KVCacheManager`, or `KVCacheCoordinator`, for device blocks,
+`SwapPolicy` for whether to swap at all, and adds its orders to the `StepPlan`. It knows no KV groups: a host block
+takes a block of any.
 
 Life of a copy, by what its request does:
 
@@ -16,8 +17,8 @@ Life of a copy, by what its request does:
 * RETURNING: it runs; a step that is out copies its blocks back, so the host's are kept until it is acknowledged.
 * DROPPED: nobody wants the copy any more, but a step that is out may still write or read the host blocks.
 
-What is copied is what steps before have computed, as far as tokens are known: a token that was being sampled is
-dropped, and the one before it computed again, as after any preemption.
+What is copied is what the next token reads of what steps before have computed, as far as tokens are known: a token that
+was being sampled is dropped, and the one before it computed again, as after any preemption.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
 
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
-from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.kv_cache_coordinator import KVCache
+from kvmanager_service.core.kv_groups import TableEntry
 from kvmanager_service.core.request import Request, RequestStatus
 from kvmanager_service.core.step import BlockCopy, CopyDirection, SchedulerStats, Step, StepResult
 from kvmanager_service.core.step_plan import StepPlan
@@ -47,26 +49,54 @@ class HostCopy:
 
     Attributes:
         request: whose.
-        host_ids: host blocks in table order.
-        num_tokens: tokens whose K/V they hold; at least one known token is not among them.
-        root: content of the first block, None when that is not cached: two requests with the same share a prefix.
+        entries: of the request's tables, those that were copied; `KVCacheManager.entries` of num_tokens.
+        host_ids: the host block of each.
+        num_tokens: position from which it can go on by them; at least one known token is not before it.
+        root: its first content, None when that is not cached: two requests with the same share a prefix.
+        newest_prefix: the longest of its prefixes, where they have objects of their own (`PrefixLedger`).
         phase: where it stands.
         blocks: LEAVING: the device blocks that are copied. They are referenced, as if by a table.
         step_id: the newest step that orders a copy from or to the host blocks and is out; 0 when none is.
     """
 
-    __slots__ = ("blocks", "host_ids", "num_tokens", "phase", "request", "root", "step_id")
+    __slots__ = (
+        "blocks",
+        "entries",
+        "host_ids",
+        "newest_prefix",
+        "num_tokens",
+        "phase",
+        "request",
+        "root",
+        "step_id",
+    )
 
     def __init__(
-        self, request: Request, host_ids: list[int], num_tokens: int, blocks: list[KVCacheBlock], step_id: int
+        self,
+        request: Request,
+        *,
+        entries: list[TableEntry],
+        host_ids: list[int],
+        num_tokens: int,
+        blocks: list[KVCacheBlock],
+        step_id: int,
+        root: BlockContent | None,
+        newest_prefix: BlockContent | None,
     ) -> None:
         self.request = request
+        self.entries = entries
         self.host_ids = host_ids
         self.num_tokens = num_tokens
-        self.root: BlockContent | None = blocks[0].content
+        self.root = root
+        self.newest_prefix = newest_prefix
         self.phase = CopyPhase.LEAVING
         self.blocks = blocks
         self.step_id = step_id
+
+    @property
+    def has_lost_its_prefix(self) -> bool:
+        """Whether the ledger has forgotten its prefix: it may have been computed from what a window has left since."""
+        return self.newest_prefix is not None and self.newest_prefix.block is None
 
     def __repr__(self) -> str:
         return (
@@ -89,7 +119,7 @@ class SwapSpace:
         RETURNING while it runs. What is known of blocks on their way to the host is what the copies say.
     """
 
-    def __init__(self, kv: KVCacheManager, num_host_blocks: int, policy: SwapPolicy, stats: SchedulerStats) -> None:
+    def __init__(self, kv: KVCache, num_host_blocks: int, policy: SwapPolicy, stats: SchedulerStats) -> None:
         self.num_host_blocks = num_host_blocks
         self._kv = kv
         self._policy = policy
@@ -129,31 +159,39 @@ class SwapSpace:
             return
         # One known token is left to compute, for without it nothing could be sampled.
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-        num_blocks = self._kv.num_blocks_for(num_tokens)
-        if plan is None or not 0 < num_blocks <= len(self._free_host_ids):
+        if plan is None or num_tokens <= 0:
             return
-        if not self._policy.prefers_swap(num_tokens - self._num_shared_tokens(request), num_blocks):
+        entries = self._kv.entries(num_tokens)
+        num_blocks = len(entries)
+        if not 0 < num_blocks <= len(self._free_host_ids):
             return
-        blocks = self._kv.detach(request, num_blocks)
+        if not self._policy.prefers_swap(num_tokens - self._kv.num_shared_tokens(request), num_blocks):
+            return
+        root = request.contents[0] if request.contents else None
+        newest_prefix = request.contents[-1] if request.tables and request.contents else None
+        blocks = self._kv.detach(request, num_tokens)
+        if blocks is None:
+            return
         for block in blocks:
             count = self._leaving[block] = self._leaving.get(block, 0) + 1
             self._num_coming_free += block.ref_cnt == count  # it was not before: the table's was one more
         host_ids = [self._free_host_ids.pop() for _ in range(num_blocks)]
         for block, host_id in zip(blocks, host_ids, strict=True):
             plan.copies.append(BlockCopy(CopyDirection.DEVICE_TO_HOST, block.block_id, host_id))
-        copy = HostCopy(request, host_ids, num_tokens, blocks, plan.step_id)
+        copy = HostCopy(
+            request,
+            entries=entries,
+            host_ids=host_ids,
+            num_tokens=num_tokens,
+            blocks=blocks,
+            step_id=plan.step_id,
+            root=root,
+            newest_prefix=newest_prefix,
+        )
+        request.num_swapped_tokens = num_tokens
         self._copies[request.arrival_seq] = copy
         self._under_way.setdefault(plan.step_id, []).append(copy)
         self._stats.swapped_out += 1
-
-    def _num_shared_tokens(self, request: Request) -> int:
-        """Tokens of its prefix that other tables or pins hold, too: those will be found, not computed."""
-        shared = 0
-        for block in request.blocks:
-            if block.ref_cnt == 1:
-                break
-            shared += self._kv.block_size
-        return shared
 
     def will_have_room(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         """Whether blocks on their way to the host will make room for a running request's next tokens.
@@ -161,10 +199,7 @@ class SwapSpace:
         What a pin or another table holds, too, will not be free. If there will be room, it is noted that the request
         waits for them: whoever comes after it in this plan does not count on the same ones.
         """
-        needed = max(0, self._kv.num_blocks_for(num_tokens) - len(request.blocks))
-        if request.may_share_tail and self._kv.shares_tail(request):
-            tail = request.blocks[request.num_computed_tokens // self._kv.block_size]
-            needed += tail.ref_cnt - self._leaving.get(tail, 0) > 1  # then it takes a copy of the block it writes to
+        needed = self._kv.num_new_blocks(request, num_tokens, self._leaving)
         if needed > self._num_expected() + self._kv.pool.num_free_blocks - plan.num_awaited:
             return False
         plan.wait(request, needed)
@@ -204,10 +239,8 @@ class SwapSpace:
             self.forget(request)
             return
         assert copy.phase is CopyPhase.HELD
-        first = request.num_computed_tokens // self._kv.block_size
-        for block, host_id in zip(request.blocks[first:], copy.host_ids[first:], strict=False):
-            plan.copies.append(BlockCopy(CopyDirection.HOST_TO_DEVICE, host_id, block.block_id))
-        request.num_computed_tokens = copy.num_tokens
+        for place, block in self._kv.resume(request, copy.num_tokens):
+            plan.copies.append(BlockCopy(CopyDirection.HOST_TO_DEVICE, copy.host_ids[place], block.block_id))
         copy.phase = CopyPhase.RETURNING
         copy.step_id = plan.step_id
         self._under_way.setdefault(plan.step_id, []).append(copy)
@@ -251,7 +284,7 @@ class SwapSpace:
 
         Args:
             request: the failed row's.
-            root: content of the first block of the failed row's table, None when that is not cached or not known.
+            root: the first content of the failed row's request, None when that is not cached or not known.
             distrusted: blocks that lost their content; see `KVCacheManager.distrust`.
         """
         for copy in list(self._copies.values()):
@@ -259,6 +292,7 @@ class SwapSpace:
                 copy.request is request
                 or (request.family_id and copy.request.family_id == request.family_id)
                 or (root is not None and copy.root is root)
+                or copy.has_lost_its_prefix
                 or any(block in distrusted for block in copy.blocks)
             ):
                 self.forget(copy.request)
@@ -274,6 +308,7 @@ class SwapSpace:
         copy = self._copies.pop(request.arrival_seq, None)
         if copy is None:
             return
+        request.num_swapped_tokens = 0
         self._give_back_blocks(copy)
         copy.phase = CopyPhase.DROPPED
         if not copy.step_id:
@@ -292,7 +327,8 @@ class SwapSpace:
                 self._leaving[block] = count - 1
             else:
                 self._num_coming_free -= block.ref_cnt == 1
-        self._kv.give_back(copy.request, blocks)
+        if blocks:
+            self._kv.give_back_detached(copy.request, copy.entries, blocks)
 
     # --- checks ---------------------------------------------------------------------------------------------------
 
@@ -328,7 +364,9 @@ class SwapSpace:
         request = copy.request
         assert self._copies.get(request.arrival_seq) is copy
         assert copy.phase is not CopyPhase.DROPPED, f"{copy!r} is kept"
-        assert len(copy.host_ids) == self._kv.num_blocks_for(copy.num_tokens), f"{copy!r} has too many or too few"
+        assert copy.entries == self._kv.entries(copy.num_tokens), f"{copy!r} is of other entries"
+        assert len(copy.host_ids) == len(copy.entries), f"{copy!r} has too many or too few"
+        assert request.num_swapped_tokens == copy.num_tokens, f"{request!r} knows of another copy than {copy!r}"
         assert 0 < copy.num_tokens < request.num_tokens, f"{copy!r} leaves {request!r} nothing to compute"
         status = RequestStatus.RUNNING if copy.phase is CopyPhase.RETURNING else RequestStatus.PREEMPTED
         assert request.status is status, f"{copy!r} is of {request!r}"

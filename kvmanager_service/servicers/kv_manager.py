@@ -139,6 +139,7 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
             return pb.TraceBlockResponse(
                 records=map(_to_block_record, trace.records[-MAX_RECORDS:]),
                 is_whole=not trace.num_dropped and len(trace.records) <= MAX_RECORDS,
+                num_groups=trace.num_groups,
             )
 
     async def WatchKvEvents(  # noqa: N802
@@ -289,6 +290,7 @@ def _to_block_record(record: BlockRecord) -> pb.BlockRecord:
         request_id=record.request_id,
         step_id=record.step_id,
         block_hash=record.block_hash,
+        group=record.group,
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from kvplane_client import AsyncClient, BlockFilter, FailedPreconditionError
+from kvplane_client import AsyncClient, BlockFilter
 
-from tests.e2e.cluster import Cluster, executor_address, serving, settled
+from tests.e2e.cluster import Cluster, serving, settled
 from tests.e2e.load import Job, Running, random_jobs
 
 MANAGER = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "watermark": 0.0, "lease_ms": 1_000}
@@ -21,27 +21,46 @@ def jobs_of(seed: int, count: int, windows: tuple[int, ...], **lengths: tuple[in
     return jobs
 
 
-def start(cluster: Cluster, windows: tuple[int, ...], **executor: object) -> None:
+def start(cluster: Cluster, windows: tuple[int, ...], mode: str = "recompute", **executor: object) -> None:
     settings = {"sim_windows": ",".join(map(str, windows)), "sim_step_ms": 0, "block_size": 8, "max_model_len": 400}
-    cluster.start(MANAGER, **(settings | executor))
+    cluster.start(MANAGER | {"preemption_mode": mode, "block_history": 1_000_000}, **(settings | executor))
 
 
-@pytest.mark.parametrize(("windows", "num_blocks"), [((0, 24), 90), ((24,), 40), ((0, 24, 24, 5), 90)])
+@pytest.mark.parametrize(
+    ("windows", "num_blocks", "mode"),
+    [
+        ((0, 24), 90, "recompute"),
+        ((24,), 40, "recompute"),
+        ((0, 24, 24, 5), 90, "recompute"),
+        ((0, 24), 90, "swap"),
+        ((24,), 40, "auto"),
+        ((0, 24, 24, 5), 90, "swap"),
+    ],
+)
 async def test_groups_on_a_small_pool_give_the_oracles_tokens(
-    cluster: Cluster, windows: tuple[int, ...], num_blocks: int
+    cluster: Cluster, windows: tuple[int, ...], num_blocks: int, mode: str
 ) -> None:
-    """Preempted, chunked and from the prefix cache."""
+    """Preempted, chunked and from the prefix cache; swapped where the manager does that."""
     jobs = jobs_of(31, 30, windows, prompt=(1, 80), output=(20, 160))
     jobs += jobs_of(32, 20, windows, prompt=(60, 160), output=(1, 40))
-    start(cluster, windows, sim_num_blocks=num_blocks)
+    start(cluster, windows, mode, sim_num_blocks=num_blocks, swap_space="64KiB")
     async with cluster.client() as client:
         async with Running(client, jobs) as running:
             await running.finished()
+        # Whether those that compete find anything of each other depends on who came when; one that comes alone does.
+        for again in [Job(jobs[-1].prompt, 4, windows=windows) for _ in range(2)]:
+            async with Running(client, [again]) as alone:
+                await alone.finished()
         stats = await settled(client)
-    assert stats.requests_finished == {"length": len(jobs)}
+    assert stats.requests_finished == {"length": len(jobs) + 2}
+    assert again.cached_tokens > 0
     assert stats.preemptions > 0
     assert stats.prefix_hits > 0
     assert stats.steps_failed == 0
+    assert (stats.swapped_out > 0) == (mode != "recompute")
+    assert stats.swapped_in > 0 or mode != "swap"
+    assert stats.pool is not None
+    assert stats.pool.used_host_blocks == 0
 
 
 async def test_groups_a_killed_executor_and_a_killed_manager_change_no_token(cluster: Cluster) -> None:
@@ -70,21 +89,37 @@ async def test_groups_a_killed_executor_and_a_killed_manager_change_no_token(clu
         await settled(client)
 
 
-async def test_groups_are_shown_and_what_they_have_not_is_refused(cluster: Cluster) -> None:
+async def test_groups_are_shown_pinned_and_traced(cluster: Cluster) -> None:
     windows = (0, 10)
     start(cluster, windows, sim_step_ms=5)
     job = jobs_of(34, 1, windows, prompt=(60, 60), output=(300, 300))[0]
     async with cluster.client() as client, Running(client, [job]) as running:
         await running.progressed(20)
-        await check_shown(client)
-        with pytest.raises(FailedPreconditionError, match="cannot be pinned") as caught:
-            await client.pin_prefix("p", list(range(64)))
-        assert caught.value.reason == "PINS_UNSUPPORTED"
+        full, sliding = await check_shown(client)
+        pin = await client.pin_prefix("p", job.prompt)
+        # Seven full blocks of 8; what follows on 56 tokens reads the last two of the window's.
+        assert (pin.num_tokens, pin.num_blocks, pin.held_blocks) == (60, 9, 9)
         await running.finished()
+        await check_traced(client, full[0], sliding[-2])
+        again = Job([*job.prompt, 7], 5, job.options, windows=windows)
+        async with Running(client, [again]) as rerun:
+            await rerun.finished()
+        assert again.cached_tokens == 56
+        assert [one async for one in client.list_blocks(BlockFilter.USED)]
+        await client.unpin_prefix("p")
         await settled(client)
 
 
-async def check_shown(client: AsyncClient) -> None:
+async def check_traced(client: AsyncClient, full: int, sliding: int) -> None:
+    for group, block_id in enumerate((full, sliding)):
+        told = await client.trace_block(block_id)
+        assert (told.num_groups, told.is_whole) == (2, True)
+        moments = [(str(record.moment), record.group) for record in told.records[:4]]
+        assert moments == [(name, group) for name in ("allocated", "hashed", "filled", "freed")]
+
+
+async def check_shown(client: AsyncClient) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns its tables."""
     (info,) = [info async for info in client.list_requests()]
     full, sliding = info.block_tables
     assert info.block_table == full
@@ -97,16 +132,4 @@ async def check_shown(client: AsyncClient) -> None:
     groups = {block.block_id: block.group async for block in client.list_blocks(BlockFilter.CACHED)}
     assert groups[full[0]] == 0
     assert 1 in groups.values()
-
-
-async def test_groups_executor_is_refused_by_a_manager_that_swaps(cluster: Cluster) -> None:
-    cluster.start_manager(**(MANAGER | {"preemption_mode": "swap"}))
-    cluster.expected_errors.add("registration_refused")
-    executor = cluster.start_executor(wait=False, sim_windows="0,16", swap_space="64KiB")
-    refusal = await executor.logged("registration_refused")
-    assert refusal["code"] == "FAILED_PRECONDITION"
-    async with cluster.client() as client:
-        infos = {info.address: info for info in await client.list_executors()}
-    assert "expected one group of full attention for --preemption-mode swap" in (
-        infos[executor_address(executor)].last_error or ""
-    )
+    return full, sliding

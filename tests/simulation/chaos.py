@@ -33,6 +33,7 @@ from kvmanager_service.core.errors import (
 )
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
 from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan, request_keys
+from kvmanager_service.core.group_key import group_key
 from kvmanager_service.core.kv_cache_coordinator import KVCache, KVCacheCoordinator
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix
@@ -103,8 +104,7 @@ class Chaos:
         preemption_mode: the scheduler's; None lets the seed choose.
         crowded: as many at once as come, and outputs as long as the pool allows: most are preempted, and often.
         events: told of every change of the cache.
-        windows: of the model's KV groups, 0 for full attention; none is one group of full attention. Nothing is swapped
-            or pinned where there are some.
+        windows: of the model's KV groups, 0 for full attention; none is one group of full attention.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Chaos:
         self.num_blocks = rng.choice((rng.randint(3, 12), rng.randint(8, 40))) + 4 * len(windows)
         chosen = rng.random() < 0.2
         self.one_byte = chosen if one_byte is None else one_byte
-        caching = rng.random() < 0.95
+        self.caching = caching = rng.random() < 0.95
         budget = rng.choice((rng.randint(1, 8), rng.randint(8, 64), 4096))
         chosen_policy = rng.choice(("fcfs", "priority"))
         # Of its own, so that what is drawn from it changes nothing of what is drawn from the other.
@@ -158,8 +158,7 @@ class Chaos:
         )
 
         if windows:
-            self.has_pins = False
-            config = dataclasses.replace(config, preemption_mode=RECOMPUTE, long_prefill_token_threshold=0)
+            config = dataclasses.replace(config, long_prefill_token_threshold=0)
         self.crowded = crowded
         if crowded:
             config = dataclasses.replace(
@@ -730,14 +729,27 @@ class Chaos:
         pins, size = self.world.scheduler.pins, self.world.block_size * TOKEN_BYTES
         held = set()
         for pin in pins:
-            for index, (block, content) in enumerate(zip(pin.blocks, pin.contents, strict=True)):
+            assert pin.entries == self._entries_to_pin(pin)
+            for (group, index), block, content in zip(pin.entries, pin.blocks, pin.contents, strict=False):
                 held.add(block.block_id)
                 assert block.content is content, f"{pin.name} holds {block!r}, which has another content"
                 assert not block.provisional_step, f"{pin.name} holds {block!r}, which is yet to be filled"
                 assert content.token_bytes == pin.token_bytes[index * size : (index + 1) * size]
-                assert content.extra_keys == (b"" if index else pin.extra_keys), f"{pin.name} holds a block across keys"
+                keys = (group_key(group) if self.windows else b"") + (b"" if index else pin.extra_keys)
+                assert content.extra_keys == keys, f"{pin.name} holds a block across keys"
                 assert len(chain_of(content)) == index + 1, f"{pin.name} holds a content in another place"
         assert len(held) == pins.num_held_blocks <= pins.limit
+
+    def _entries_to_pin(self, pin: PinnedPrefix) -> list[tuple[int, int]]:
+        """By the definition: of full attention all blocks, of a window those with a token that the next one reads."""
+        size = self.world.block_size
+        stop = pin.num_tokens // size
+        return [
+            (group, index)
+            for index in range(stop if self.caching else 0)
+            for group, window in enumerate(self.windows or (0,))
+            if not window or (index + 1) * size > stop * size - window + 1
+        ]
 
     def _check_contents(self, request: Request) -> None:
         size = self.world.block_size

@@ -13,10 +13,12 @@ from kvplane.executor.v1 import executor_service_pb2 as pb
 
 from executor_service.backends.sim_digest import expected_tokens
 from kvmanager_service import step_message
+from kvmanager_service.core.block import KVCacheBlock
+from kvmanager_service.core.group_swaps import GroupSwaps
 from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
 from kvmanager_service.core.kv_groups import GroupTable, SlidingWindow
-from kvmanager_service.core.request import SamplingParams
-from kvmanager_service.core.scheduler_config import SchedulerConfig
+from kvmanager_service.core.request import Request, SamplingParams
+from kvmanager_service.core.scheduler_config import PREEMPTION_MODES, SchedulerConfig
 from tests.simulation.chaos import Chaos
 from tests.simulation.harness import VOCAB_SIZE, World, kv_groups
 from tests.simulation.test_faults import FIRST_SEED, NUM_SEEDS
@@ -39,14 +41,15 @@ def test_windows_random_faults_every_output_is_the_oracles(model: str, seed: int
 
 @pytest.mark.parametrize("model", MODELS)
 def test_windows_crowded_pool_every_output_is_the_oracles_and_faults_are_met(model: str) -> None:
-    """Most requests are preempted; hits, losses and adoptions are met in every model."""
+    """Most requests are preempted, by every mode; hits, losses, adoptions and pins are met in every model."""
     met: Counter[str] = Counter()
-    for seed in range(FIRST_SEED, FIRST_SEED + 6):
-        life = Chaos(seed, windows=MODELS[model], crowded=True, num_requests=12)
+    for index in range(9):
+        mode = PREEMPTION_MODES[index % len(PREEMPTION_MODES)]
+        life = Chaos(FIRST_SEED + index, windows=MODELS[model], crowded=True, num_requests=12, preemption_mode=mode)
         met.update(life.run().faults)
         stats = life.world.scheduler.stats
-        met.update(preempted=stats.preemptions, hit=stats.prefix_hits)
-    for event in ("preempted", "hit", "adopt_cache", "lose_stream", "fail_row"):
+        met.update(preempted=stats.preemptions, hit=stats.prefix_hits, left=stats.swapped_out, back=stats.swapped_in)
+    for event in ("preempted", "hit", "left", "back", "pin", "adopt_cache", "lose_stream", "fail_row"):
         assert met[event], f"{event} was never met: {dict(met)}"
 
 
@@ -85,6 +88,28 @@ def table_keeps_what_it_gave_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GroupTable, "leave", lambda self, first: setattr(self, "first", first))
 
 
+def windows_come_back_without_their_tails(patch: pytest.MonkeyPatch) -> None:
+    original = GroupSwaps.blocks_to_fill
+
+    def blocks_to_fill(self: GroupSwaps, request: Request, num_tokens: int) -> list[tuple[int, KVCacheBlock]]:
+        return original(self, request, num_tokens)[:-1]
+
+    patch.setattr(GroupSwaps, "blocks_to_fill", blocks_to_fill)
+
+
+def what_leaves_is_given_away_at_once(patch: pytest.MonkeyPatch) -> None:
+    original = KVCacheCoordinator.detach
+
+    def detach(self: KVCacheCoordinator, request: Request, num_tokens: int) -> list[KVCacheBlock] | None:
+        kept = original(self, request, num_tokens)
+        if kept is not None:
+            self.pool.free_blocks(reversed(kept))
+        return kept
+
+    patch.setattr(KVCacheCoordinator, "detach", detach)
+    patch.setattr(KVCacheCoordinator, "give_back_detached", lambda self, request, entries, blocks: None)
+
+
 def tables_of_some_steps_sent_in_another_order(patch: pytest.MonkeyPatch) -> None:
     original = step_message.build_execute_request
 
@@ -106,6 +131,9 @@ def tables_of_some_steps_sent_in_another_order(patch: pytest.MonkeyPatch) -> Non
         (window_one_token_short, "short and long windows"),
         (hit_needs_its_last_block_only, "sliding only"),
         (table_keeps_what_it_gave_back, "full and sliding"),
+        (windows_come_back_without_their_tails, "sliding only"),
+        (what_leaves_is_given_away_at_once, "full and sliding"),
+        (what_leaves_is_given_away_at_once, "two full"),
         (tables_of_some_steps_sent_in_another_order, "two full"),
         (tables_of_some_steps_sent_in_another_order, "full and sliding"),
     ],
@@ -120,3 +148,4 @@ def test_windows_mutation_is_noticed(mutation: object, model: str, monkeypatch: 
 def _live_often(model: str) -> None:
     for seed in range(1, 40):
         Chaos(seed, windows=MODELS[model]).run()
+        Chaos(seed, windows=MODELS[model], preemption_mode="swap", crowded=True, num_requests=12).run()

@@ -15,7 +15,7 @@ from kvplane_client.cli.connection import connected
 from kvplane_client.cli.output import escaped, out_console, print_json, ranges
 from kvplane_client.cli.session import session
 from kvplane_client.cli.values import MAX_INT32, integer
-from kvplane_client.manager_types import BlockFilter, BlockInfo, RequestInfo
+from kvplane_client.manager_types import BlockFilter, BlockInfo, BlockTrace, RequestInfo
 
 __all__ = ["blocks", "blocks_app", "requests", "trace"]
 
@@ -143,7 +143,7 @@ def trace(
     wait: opt.Wait = 0,
     as_json: opt.JsonFlag = False,
 ) -> None:  # fmt: skip
-    """Tell one block's life: who took it, what it held, who hit it.
+    """Tell one block's life: who took it, what it held, who hit it; of several KV groups, in which.
 
     The manager keeps it when it is started with --block-history N:
     kvplane up --manager-arg=--block-history=100000
@@ -161,11 +161,19 @@ def trace(
     if not told.records:
         out_console().print(f"nothing is known of block {block_id}")
         return
-    table = Table("order", "moment", "request", "step", "hash", box=None)
+    out_console().print(_life_table(told))
+
+
+def _life_table(told: BlockTrace) -> Table:
+    """One line a moment; the KV group is told where there are several, for a block may be of one after the other."""
+    has_groups = told.num_groups > 1
+    table = Table("order", "moment", *(("group",) if has_groups else ()), "request", "step", "hash", box=None)
     for record in told.records:
+        group = (str(record.group),) if has_groups else ()
         step = "" if record.step_id is None else str(record.step_id)
-        table.add_row(str(record.order), record.moment, escaped(record.request_id or ""), step, record.block_hash or "")
-    out_console().print(table)
+        request_id = escaped(record.request_id or "")
+        table.add_row(str(record.order), record.moment, *group, request_id, step, record.block_hash or "")
+    return table
 
 
 def _block_table(infos: Sequence[BlockInfo]) -> Table:

@@ -328,7 +328,8 @@ TRACE = manager_pb.TraceBlockResponse(
     records=[
         manager_pb.BlockRecord(order=3, moment=manager_pb.BLOCK_MOMENT_ALLOCATED, request_id="r1"),
         manager_pb.BlockRecord(order=8, moment=manager_pb.BLOCK_MOMENT_FILLED, step_id=4, block_hash=b"\xab\xcd"),
-    ]
+    ],
+    num_groups=1,
 )
 KV_EVENTS = [
     manager_pb.WatchKvEventsResponse(

@@ -536,11 +536,32 @@ def test_blocks_trace_tells_a_blocks_life(cli: Cli, threaded_manager: ThreadedMa
     ]  # fmt: skip
     assert (document["block_id"], document["is_whole"]) == (12, False)
     assert document["records"][0] == {
-        "order": 3, "moment": "allocated", "request_id": "r1", "step_id": None, "block_hash": None,
+        "order": 3, "moment": "allocated", "request_id": "r1", "step_id": None, "block_hash": None, "group": 0,
     }  # fmt: skip
+    assert document["num_groups"] == 1
     assert [one.block_id for one in threaded_manager.scripts.of("TraceBlock")] == [12, 12]
     assert threaded_manager.scripts.of("ListBlocks") == [], "the pool is not listed for it"
     assert cli("blocks", "trace", "0").exit_code == 2
+
+
+def test_blocks_trace_of_a_model_with_several_groups_names_each(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    several = manager_pb.TraceBlockResponse(
+        records=[
+            manager_pb.BlockRecord(order=3, moment=manager_pb.BLOCK_MOMENT_FREED, request_id="r1", group=2),
+            manager_pb.BlockRecord(order=9, moment=manager_pb.BLOCK_MOMENT_ALLOCATED, request_id="r2"),
+        ],
+        is_whole=True,
+        num_groups=3,
+    )
+    threaded_manager.scripts.unary["TraceBlock"] = [lambda request, context: succeed_with(several, request, context)]
+    plain, (document,) = cli("blocks", "trace", "12"), lines(cli("blocks", "trace", "12", "--json"))
+
+    assert [line.split() for line in plain.stdout.splitlines()] == [
+        ["order", "moment", "group", "request", "step", "hash"],
+        ["3", "freed", "2", "r1"], ["9", "allocated", "0", "r2"],
+    ]  # fmt: skip
+    assert [record["group"] for record in document["records"]] == [2, 0]
+    assert document["num_groups"] == 3
 
 
 def test_events_are_lines_or_json_until_the_stream_ends(cli: Cli, threaded_manager: ThreadedManager) -> None:

@@ -20,6 +20,7 @@ from executor_service.kv_session import KvSession
 from executor_service.step_response import build_response
 from kvmanager_service.core.block_tag import decode_tag
 from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator, table_sizes
+from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import FinishReason, NewRequest, SamplingParams, StopRules
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
@@ -43,7 +44,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 class Pair:
     """The core's scheduler and an executor's session, steps queued two deep, every message as bytes."""
 
-    def __init__(self, folder: Path, num_blocks: int, kind: type[TorchBackend] = TorchBackend) -> None:
+    def __init__(
+        self, folder: Path, num_blocks: int, kind: type[TorchBackend] = TorchBackend, *, num_host_blocks: int = 0
+    ) -> None:
         backend = kind(
             TorchBackendConfig(
                 str(folder),
@@ -52,15 +55,22 @@ class Pair:
                 block_size=BLOCK_SIZE,
                 memory_limit=8 << 30,
                 num_blocks_override=num_blocks,
+                swap_space=num_host_blocks * 4096,  # more than a block of either model
             )
         )
-        config = SchedulerConfig(max_num_batched_tokens=CHUNK, max_num_seqs=8, max_outstanding=2, watermark=0.0)
+        config = SchedulerConfig(
+            max_num_batched_tokens=CHUNK,
+            max_num_seqs=8,
+            max_outstanding=2,
+            watermark=0.0,
+            preemption_mode="swap" if num_host_blocks else "recompute",
+        )
         self.session = KvSession(backend)
         self.windows = tuple(group.window for group in self.session.load().kv_groups)
         self.session.profile(config.max_num_batched_tokens, config.max_num_seqs)
-        self.limits = self.session.initialize(num_blocks).limits
+        self.limits = self.session.initialize(num_blocks, num_host_blocks).limits
         self.num_blocks = num_blocks
-        self.scheduler = Scheduler(config, self.make_kv())
+        self.scheduler = Scheduler(config, self.make_kv(), num_host_blocks)
         self.sent: deque[bytes] = deque()
         self.sampled = np.empty(0, np.int32)
         self.outputs: dict[str, list[int]] = {}
@@ -129,15 +139,39 @@ def test_sliding_model_chunked_and_decoded_together_gives_transformers_tokens(
     assert pair.scheduler.stats.preemptions == 0
 
 
-def test_sliding_model_preempted_again_and_again_gives_transformers_tokens(model: tuple[Path, tuple[int, ...]]) -> None:
+@pytest.mark.parametrize("num_host_blocks", [0, 200])
+def test_sliding_model_preempted_again_and_again_gives_transformers_tokens(
+    model: tuple[Path, tuple[int, ...]], num_host_blocks: int
+) -> None:
+    """Computed again, or by pages of all groups to host memory and back, null blocks before the windows."""
     folder, windows = model
     # What one sequence of the longest length needs, and a little more.
-    longest = Pair(folder, num_blocks=400).scheduler.kv.num_blocks_for(MAX_LEN)
-    pair = Pair(folder, num_blocks=1 + longest + longest // 4)
+    longest = KVCacheCoordinator(2, kv_groups(BLOCK_SIZE, windows), longest_chunk=CHUNK).num_blocks_for(MAX_LEN)
+    pair = Pair(folder, num_blocks=1 + longest + longest // 4, num_host_blocks=num_host_blocks)
     # Short ones first: many are admitted, and outgrow the pool together.
     prompts = {f"p{index}": prompt_of(length, index) for index, length in enumerate((2, 5, 3, 7, 4, 1, 6, 60, 33, 12))}
     check(folder, prompts, pair.run(prompts))
-    assert pair.scheduler.stats.preemptions >= 3, windows
+    stats = pair.scheduler.stats
+    assert stats.preemptions >= 3, windows
+    if num_host_blocks:
+        assert min(stats.swapped_out, stats.swapped_in) >= 3, stats
+
+
+def test_sliding_model_pinned_prefix_survives_and_gives_transformers_tokens(
+    model: tuple[Path, tuple[int, ...]],
+) -> None:
+    folder, windows = model
+    longest = KVCacheCoordinator(2, kv_groups(BLOCK_SIZE, windows), longest_chunk=CHUNK).num_blocks_for(MAX_LEN)
+    pair = Pair(folder, num_blocks=1 + 2 * longest)
+    root = prompt_of(49, 1)
+    pair.scheduler.pins.pin(PinnedPrefix("root", np.array(root, dtype="<i4").tobytes()))
+    pair.run({"root": root}, max_tokens=1)
+    pair.run({f"p{index}": prompt_of(60, 100 + index) for index in range(6)}, max_tokens=2)
+    evicted, hits = pair.scheduler.kv.pool.num_evictions, pair.scheduler.stats.prefix_hits
+    assert evicted > 0
+    branch = {"branch": [*root, *prompt_of(7, 2)]}
+    check(folder, branch, pair.run(branch))
+    assert pair.scheduler.stats.prefix_hits - hits == 48
 
 
 def test_sliding_model_prefix_hits_give_transformers_tokens(model: tuple[Path, tuple[int, ...]]) -> None:

@@ -227,6 +227,7 @@ def make_coordinator(
     enable_caching: bool = True,
     hash_function: HashFunction = default_hash,
     events: BlockEventLog | None = None,
+    history: BlockHistory | None = None,
     eviction_policy: str = DEFAULT_EVICTION_POLICY,
 ) -> KVCacheCoordinator:
     """A coordinator over groups; by default 50 blocks and chunks longer than any sequence of these tests."""
@@ -237,6 +238,7 @@ def make_coordinator(
         enable_caching=enable_caching,
         hash_function=hash_function,
         events=events,
+        history=history,
         eviction_policy=eviction_policy,
     )
 

@@ -7,14 +7,24 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvmanager_service.core.block_hash import KeyDomain
+from kvmanager_service.core.block_hash import KeyDomain, default_hash
 from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan
+from kvmanager_service.core.group_key import KEY_BYTES
 from kvmanager_service.core.kv_cache_coordinator import KVCache, KVCacheCoordinator
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.kv_groups import ChunkedLocal, FullAttention, KVGroup, RecurrentState, SlidingWindow
 from kvmanager_service.core.request import Request, RequestStatus
 from kvmanager_service.core.step import BlockCopy, CopyDirection
-from tests.unit.core.builders import block_ids, free_ids, make_kv, make_request, read_int32, state_of, token_bytes
+from tests.unit.core.builders import (
+    block_ids,
+    free_ids,
+    make_coordinator,
+    make_kv,
+    make_request,
+    read_int32,
+    state_of,
+    token_bytes,
+)
 
 MIXES: dict[str, list[KVGroup]] = {
     "window": [FullAttention(4), SlidingWindow(4, 7)],
@@ -299,6 +309,24 @@ def test_fork_in_groups_copies_what_is_partial_in_each(mix: str) -> None:
     for request in requests:
         kv.free(request)
     assert kv.pool.num_free_blocks == kv.pool.num_usable_blocks
+
+
+def test_fork_in_groups_of_a_block_kept_out_of_the_cache_stays_out() -> None:
+    """Prefixes are told apart, contents of groups are not: the parent's block counts as looked at, and has none."""
+
+    def hash_function(data: bytes) -> bytes:
+        return bytes(16) if len(data) == 16 + KEY_BYTES else default_hash(data)
+
+    kv = make_coordinator([SlidingWindow(4, 12)], hash_function=hash_function)
+    first, parent = make_request("first", [9, 9, 9, 9, 8]), make_request("parent", range(6), arrival_seq=1)
+    for request in (first, parent):
+        assert kv.allocate_sequence(request)
+        request.num_computed_tokens = request.num_tokens
+        kv.cache_blocks(request, 0)
+    child = make_request("child", range(6), arrival_seq=2)
+    kv.fork(parent, child, 4)
+    assert (first.is_cacheable, parent.is_cacheable, child.is_cacheable) == (True, False, False)
+    kv.check_integrity([first, parent, child])
 
 
 def test_fork_in_groups_without_free_blocks_changes_nothing() -> None:

@@ -16,7 +16,8 @@ from kvmanager_service.core.errors import (
     UnknownPinError,
 )
 from kvmanager_service.core.extra_keys import request_keys
-from kvmanager_service.core.kv_groups import FullAttention
+from kvmanager_service.core.group_key import group_of
+from kvmanager_service.core.kv_groups import FullAttention, SlidingWindow
 from kvmanager_service.core.pinned_prefixes import MAX_PINS, PinnedPrefix
 from kvmanager_service.core.request import FinishReason
 from kvmanager_service.core.scheduler import Scheduler
@@ -382,13 +383,117 @@ def test_replace_cache_adopted_blocks_are_held_at_once() -> None:
     scheduler.check_integrity()
 
 
-def test_pins_over_several_groups_hold_nothing() -> None:
-    scheduler = make_scheduler(make_coordinator([FullAttention(4), FullAttention(2)]))
-    scheduler.pins.pin(make_pin("system", SYSTEM))
-    run_all(scheduler, "a", SYSTEM)
-    assert held(scheduler, "system") == 0
-    scheduler.check_integrity()
+GROUPS = [FullAttention(SIZE), SlidingWindow(SIZE, 6), SlidingWindow(SIZE, 10)]
+PREFIX = list(range(25))  # six full blocks of 4, and a rest: what follows reads the last 2 and 3 of the windows
+
+
+def make_grouped(num_blocks: int = 41, fraction: float = 0.5, **limits: Any) -> Scheduler:
+    kv = make_coordinator(GROUPS, num_blocks, longest_chunk=8)
+    return make_scheduler(kv, max_pinned_fraction=fraction, max_num_batched_tokens=8, **limits)
+
+
+def test_pin_over_several_groups_holds_of_each_what_a_hit_of_the_prefix_reads() -> None:
+    scheduler = make_grouped()
+    run_all(scheduler, "a", PREFIX)
+    pin = scheduler.pins.pin(make_pin("system", PREFIX))
+    entries = [(0, 0), (0, 1), (0, 2), (0, 3), (2, 3), (0, 4), (1, 4), (2, 4), (0, 5), (1, 5), (2, 5)]
+    assert pin.entries == entries, "by where they end"
+    assert (len(pin.block_hashes), len(pin.blocks), scheduler.pins.num_held_blocks) == (11, 11, 11)
+    assert [group_of(content) for content in pin.contents] == [group for group, _ in entries]
+    for index in range(20):
+        run_all(scheduler, f"r{index}", range(100 * index + 100, 100 * index + 130))
+        scheduler.check_integrity()
+    assert run_all(scheduler, "again", [*PREFIX, 7]) == 24
     scheduler.pins.unpin("system")
+    scheduler.check_integrity()
+    assert scheduler.kv.pool.num_free_blocks == 40
+
+
+def test_pin_over_windows_only_holds_their_tails() -> None:
+    scheduler = make_scheduler(make_coordinator(GROUPS[1:2], 12, longest_chunk=8), max_num_batched_tokens=8)
+    pin = scheduler.pins.pin(make_pin("system", PREFIX))
+    run_all(scheduler, "a", PREFIX)
+    assert (pin.entries, len(pin.blocks)) == ([(0, 4), (0, 5)], 2)
+    for index in range(9):
+        run_all(scheduler, f"r{index}", range(100 * index + 100, 100 * index + 130))
+    assert run_all(scheduler, "again", [*PREFIX, 7]) == 24
+
+
+def test_pin_over_several_groups_takes_hold_of_what_is_filled_and_of_nothing_that_can_be_lost() -> None:
+    scheduler = make_grouped()
+    scheduler.pins.pin(make_pin("system", PREFIX))
+    scheduler.add_request(make_new("a", PREFIX, max_tokens=1))
+    run_step(scheduler)
+    assert held(scheduler, "system") == 2
+    run_step(scheduler)
+    assert held(scheduler, "system") == 5, "tokens 12-15 are read from the prefix's end by one window"
+    assert scheduler.schedule() is not None
+    scheduler.lose_steps()
+    assert held(scheduler, "system") == 5
+    scheduler.check_integrity()
+    while scheduler.has_work:
+        run_step(scheduler)
+    assert held(scheduler, "system") == 11
+
+
+def test_pin_over_several_groups_lets_go_of_what_follows_from_a_failed_row_and_takes_it_anew() -> None:
+    scheduler = make_grouped()
+    scheduler.pins.pin(make_pin("system", PREFIX))
+    run_all(scheduler, "a", PREFIX)
+    scheduler.add_request(make_new("b", [*PREFIX, 7], max_tokens=1))
+    step = scheduler.schedule()
+    assert step is not None
+    scheduler.update(make_result(step, failed=[0]))
+    scheduler.check_integrity()
+    assert held(scheduler, "system") == 0
+    assert scheduler.kv.pool.num_free_blocks == 40
+    run_all(scheduler, "c", PREFIX)
+    assert held(scheduler, "system") == 11
+
+
+def test_pins_over_several_groups_share_what_they_have_in_common_and_count_blocks_of_all_groups() -> None:
+    scheduler = make_grouped(fraction=0.45)  # 18 of 40
+    run_all(scheduler, "a", PREFIX)
+    scheduler.pins.pin(make_pin("long", PREFIX))
+    scheduler.pins.pin(make_pin("short", PREFIX[:16]))
+    # Of 16 tokens: four full blocks that the long one has, too, and two and three of the windows, of which it has one.
+    assert scheduler.pins.num_held_blocks == 11 + 4
+    scheduler.check_integrity()
+    with pytest.raises(PinLimitError, match="at most 18 blocks in all, got 21 with this one's 6"):
+        scheduler.pins.pin(make_pin("other", range(500, 508)))
+    scheduler.pins.pin(make_pin("another", range(500, 504)))
+    scheduler.pins.unpin("long")
+    scheduler.check_integrity()
+    assert held(scheduler, "short") == 9
+
+
+def test_pins_over_several_groups_stand_back_for_a_lone_request_and_for_no_more_than_it_lacks() -> None:
+    scheduler = make_grouped(num_blocks=24, fraction=1.0)  # 23, of which a request of 44 tokens takes 11 + 4 + 5
+    run_all(scheduler, "a", PREFIX)
+    scheduler.pins.pin(make_pin("system", PREFIX))
+    assert held(scheduler, "system") == 11
+    assert run_all(scheduler, "b", range(100, 140), max_tokens=4) == 0
+    assert 0 < held(scheduler, "system") < 11
+    scheduler.check_integrity()
+    assert run_all(scheduler, "c", PREFIX) == 0, "what is left of the windows' tails leads to no hit"
+    assert held(scheduler, "system") == 11
+    assert run_all(scheduler, "d", [*PREFIX, 7]) == 24
+
+
+def test_window_leaves_a_pinned_block_and_pins_let_go_of_it_when_nothing_else_is_free() -> None:
+    """What its window is about to leave would be free, and only a pin holds it besides."""
+    scheduler = make_scheduler(
+        make_coordinator(GROUPS[1:2], 5, longest_chunk=4), max_num_batched_tokens=4, max_pinned_fraction=1.0
+    )
+    pin = scheduler.pins.pin(make_pin("system", range(12)))
+    scheduler.add_request(make_new("a", range(12), max_tokens=12))
+    for _ in range(3):
+        run_step(scheduler)
+    assert len(pin.blocks) == 2
+    while scheduler.has_work:
+        run_step(scheduler)
+    assert [output.finish_reason for output in scheduler.take_outputs()][-1] is FinishReason.LENGTH
+    assert len(pin.blocks) < 2
 
 
 def fork_inside_the_pin(max_tokens: int = 8) -> Scheduler:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from kvmanager_service.core.block import KVCacheBlock
-from kvmanager_service.core.kv_groups import FullAttention, SlidingWindow
 from kvmanager_service.core.request import FinishReason, Request
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.step import CopyDirection, Step
@@ -17,7 +16,6 @@ from kvmanager_service.core.swap_space import SwapSpace
 from tests.unit.core.builders import (
     block_ids,
     free_ids,
-    make_coordinator,
     make_kv,
     make_new,
     make_result,
@@ -550,9 +548,3 @@ def test_schedule_lone_request_that_outgrows_the_pool_ends_though_others_are_swa
             break
     assert ends == {"a": FinishReason.ERROR, "c": FinishReason.ERROR}, "both want 30 tokens more, and 12 fit"
     assert scheduler.stats.swapped_in == 1
-
-
-def test_scheduler_several_groups_swap_is_refused() -> None:
-    kv = make_coordinator([FullAttention(4), SlidingWindow(4, 8)])
-    with pytest.raises(ValueError, match="expected recompute for a cache of several KV groups"):
-        make_scheduler(kv, preemption_mode="swap")

@@ -10,7 +10,7 @@ from kvplane_client import KvCacheIndex
 from kvplane_client._convert import kv_batch_from
 
 from kvmanager_service.core.block_events import BlockEventLog
-from kvmanager_service.core.group_hits import group_key
+from kvmanager_service.core.group_key import group_key
 from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
 from kvmanager_service.core.kv_groups import FullAttention, RecurrentState, SlidingWindow
 from kvmanager_service.core.request import Request

@@ -722,8 +722,11 @@ class TraceBlockResponse(google.protobuf.message.Message):
 
     RECORDS_FIELD_NUMBER: builtins.int
     IS_WHOLE_FIELD_NUMBER: builtins.int
+    NUM_GROUPS_FIELD_NUMBER: builtins.int
     is_whole: builtins.bool
     """is_whole means that nothing is missing since the cache was set up."""
+    num_groups: builtins.int
+    """num_groups is how many KV groups the model has, at least 1. BlockRecord.group is below."""
     @property
     def records(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockRecord]:
         """records are the last 1,000 that are kept of the block, oldest first."""
@@ -733,8 +736,9 @@ class TraceBlockResponse(google.protobuf.message.Message):
         *,
         records: collections.abc.Iterable[Global___BlockRecord] | None = ...,
         is_whole: builtins.bool = ...,
+        num_groups: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["is_whole", b"is_whole", "records", b"records"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["is_whole", b"is_whole", "num_groups", b"num_groups", "records", b"records"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___TraceBlockResponse: typing_extensions.TypeAlias = TraceBlockResponse
@@ -750,6 +754,7 @@ class BlockRecord(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     STEP_ID_FIELD_NUMBER: builtins.int
     BLOCK_HASH_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
     order: builtins.int
     """order grows with each record of any block, from 1."""
     moment: Global___BlockMoment.ValueType
@@ -760,6 +765,8 @@ class BlockRecord(google.protobuf.message.Message):
     """step_id is the step that fills it, for HASHED and FILLED. 0 otherwise."""
     block_hash: builtins.bytes
     """block_hash is the chain hash that it got, had or lost. Empty means none."""
+    group: builtins.int
+    """group is the KV group, counted from 0, whose table the block was in, or that block_hash is of."""
     def __init__(
         self,
         *,
@@ -768,8 +775,9 @@ class BlockRecord(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         step_id: builtins.int = ...,
         block_hash: builtins.bytes = ...,
+        group: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_hash", b"block_hash", "moment", b"moment", "order", b"order", "request_id", b"request_id", "step_id", b"step_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_hash", b"block_hash", "group", b"group", "moment", b"moment", "order", b"order", "request_id", b"request_id", "step_id", b"step_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___BlockRecord: typing_extensions.TypeAlias = BlockRecord
@@ -1066,7 +1074,9 @@ class PinnedPrefix(google.protobuf.message.Message):
     num_tokens: builtins.int
     """num_tokens is how many tokens the prefix has."""
     num_blocks: builtins.int
-    """num_blocks is how many full blocks they are: what the pin counts for max_pinned_fraction."""
+    """num_blocks is how many full blocks they are: what the pin counts for max_pinned_fraction. Of several KV groups it
+    counts those of each that a request goes on from at the prefix's end: of a sliding window the last ones.
+    """
     held_blocks: builtins.int
     """held_blocks is how many of them it holds now, from the first on. The rest is not cached, or beyond the limit of a
     pool that has become smaller.
