@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -14,7 +14,7 @@ from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvplane.executor.v1 import executor_service_pb2_grpc as pb_grpc
 
 from executor_service.server import running_executor
-from tests.conformance.broken_backends import FaultyBackend
+from tests.conformance.broken_backends import FaultyBackend, FaultyGroups
 from tests.conformance.trial import sim_config
 
 EPOCH_KEY = "kvplane-kv-epoch"
@@ -230,13 +230,35 @@ class CountsShort(Wire):
         return response
 
 
+class AcceptsNullBlocksAnywhere(Wire):
+    """Takes the null block in any table for one that it need not read."""
+
+    async def sent(self, requests):
+        async for request in requests:
+            for table in request.block_tables:
+                table.block_ids.CopyFrom(_column([block or 1 for block in _ints(table.block_ids)]))
+            yield request
+
+
+class NeedsNoTableOfLaterGroups(Wire):
+    """Takes the first group's table where those of others are missing, and leaves out those beyond."""
+
+    async def sent(self, requests):
+        async for request in requests:
+            tables = list(request.block_tables)
+            del request.block_tables[:]
+            for group in range(len(self.backend.WINDOWS)):
+                request.block_tables.add().CopyFrom(tables[group] if group < len(tables) else tables[0])
+            yield request
+
+
 @asynccontextmanager
-async def broken_wire(fault: type[Wire], backend_type: type[FaultyBackend] = FaultyBackend) -> AsyncIterator[str]:
+async def broken_wire(fault: type[Wire], windows: Sequence[int] = ()) -> AsyncIterator[str]:
     """A good executor behind a wire with a fault; yields the wire's address."""
-    backend = backend_type()
+    backend = FaultyGroups() if windows else FaultyBackend()
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
     async with (
-        running_executor(sim_config(), backend) as good,
+        running_executor(sim_config(windows), backend) as good,
         grpc.aio.insecure_channel(good.address) as channel,
     ):
         wire = fault(pb_grpc.ExecutorServiceStub(channel), backend)
