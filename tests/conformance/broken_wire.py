@@ -240,15 +240,21 @@ class AcceptsNullBlocksAnywhere(Wire):
             yield request
 
 
-class NeedsNoTableOfLaterGroups(Wire):
-    """Takes the first group's table where those of others are missing, and leaves out those beyond."""
+class TakesAnyNumberOfTables(Wire):
+    """Leaves out tables beyond the last group's, and has that group use the cache's last blocks where it has none."""
 
     async def sent(self, requests):
+        num_groups = len(self.backend.WINDOWS)
         async for request in requests:
-            tables = list(request.block_tables)
+            tables = list(request.block_tables)[:num_groups]
+            if len(tables) == num_groups - 1:
+                cache = (await self.stub.GetModelInfo(pb.GetModelInfoRequest())).kv_cache
+                count = len(_ints(tables[0].block_ids))
+                blocks = _column([cache.num_blocks - 1 - place for place in range(count)])
+                tables.append(pb.BlockTables(block_indptr=tables[0].block_indptr, block_ids=blocks,
+                                             last_block_len=tables[0].last_block_len))  # fmt: skip
             del request.block_tables[:]
-            for group in range(len(self.backend.WINDOWS)):
-                request.block_tables.add().CopyFrom(tables[group] if group < len(tables) else tables[0])
+            request.block_tables.extend(tables)
             yield request
 
 

@@ -52,7 +52,7 @@ GROUP_WIRES = {
     wires.AcceptsNullBlocksAnywhere: (["windows/"], {
         "windows/null_in_full_attention", "windows/null_where_the_window_begins", "windows/null_where_it_writes",
     }),
-    wires.NeedsNoTableOfLaterGroups: (["malformed/tables"], {
+    wires.TakesAnyNumberOfTables: (["malformed/tables"], {
         "malformed/tables_one_missing", "malformed/tables_one_too_many",
     }),
 }  # fmt: skip
