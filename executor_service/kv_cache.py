@@ -62,7 +62,8 @@ class PagedKvCache:
         layout: geometry.
         num_blocks: blocks, the null block included.
         device: where the tensors lie.
-        codecs: how each layer's values become bytes; only, and always, for a layout whose type is fp8.
+        codecs: how the values of each layer of the model become bytes; only, and always, for a layout of type fp8. Of
+            several layers that share a page each has its own: no block holds K and V of two of them.
 
     Each layer is one contiguous tensor of shape (2, num_blocks, block_size, num_kv_heads, head_dim): index 0 is K,
     index 1 is V, and a block is contiguous in each (NHD: token, head, dim). A slot, block_id * block_size + offset, is
@@ -84,10 +85,10 @@ class PagedKvCache:
         device: torch.device,
         codecs: Sequence[LayerCodecs] = (),
     ) -> None:
-        assert len(codecs) == (layout.num_layers if layout.is_quantized else 0)
+        assert bool(codecs) == layout.is_quantized
         self.layout = layout
         self.num_blocks = num_blocks
-        self.codecs = codecs or [PLAIN] * layout.num_layers
+        self._codecs = codecs
         shape = (2, num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
         # empty + zero_, not zeros: the latter may map pages that cost memory only when first written.
         dtype = layout.storage_dtype
@@ -100,6 +101,10 @@ class PagedKvCache:
     def num_bytes(self) -> int:
         """Bytes of the whole cache."""
         return self.num_blocks * self.layout.bytes_per_block
+
+    def codecs_of(self, layer: int) -> LayerCodecs:
+        """How K and V of a layer of the model are stored."""
+        return self._codecs[layer] if self._codecs else PLAIN
 
     def is_finite(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """Whether K and V in these slots are numbers. Shape: slots (S,) int64; returns (S,)."""

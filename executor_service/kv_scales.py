@@ -32,6 +32,7 @@ from executor_service.backends.base import BackendError, GroupTables, StepBatch
 from executor_service.calibration_text import PASSAGES
 from executor_service.kernels.fp8 import FP8_TYPES
 from executor_service.kv_cache import KvLayout, PagedKvCache
+from executor_service.layer_groups import LayerGroups
 from executor_service.model_files import weight_files
 from executor_service.model_runner import ModelRunner
 
@@ -150,8 +151,9 @@ def calibrated_scales(
     layout: KvLayout,
     name: str,
     passages: Sequence[Sequence[int]],
-    device: torch.device,
     *,
+    groups: LayerGroups,
+    device: torch.device,
     of_all_heads: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> KvScales:
     """Scales from the largest K and V that the model makes of some passages.
@@ -161,6 +163,7 @@ def calibrated_scales(
         layout: geometry; its type is not used.
         name: the fp8 type.
         passages: token ids of each, from the beginning of a sequence.
+        groups: the runner's; each has blocks of its own here, so that layers that share a page are told apart.
         device: where the model computes.
         of_all_heads: makes of the largest values of this process's heads those of all; None where it has all.
 
@@ -168,13 +171,18 @@ def calibrated_scales(
         BackendError: what the model computes is not finite.
     """
     plain = KvLayout(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size, runner.dtype)
-    longest = max(len(tokens) for tokens in passages)
-    cache = PagedKvCache(plain, -(-longest // plain.block_size) + 1, device)
-    largest = torch.zeros((plain.num_layers, 2))
+    most = -(-max(len(tokens) for tokens in passages) // plain.block_size)
+    first_blocks = [1 + group * most for group in range(len(groups.windows))]
+    cache = PagedKvCache(plain, 1 + most * len(first_blocks), device)
+    largest = torch.zeros((len(groups.page_of), 2))
     for tokens in passages:
-        runner.forward(_passage_step(tokens, plain.block_size), cache)
+        runner.forward(_passage_step(tokens, plain.block_size, first_blocks), cache)
         # What earlier passages left in the cache counts once more, which changes no maximum.
-        seen = torch.stack([layer.abs().flatten(1).amax(dim=1) for layer in cache.layers])
+        of_layers = [
+            cache.layers[page][:, first_blocks[group] :][:, :most]
+            for group, page in zip(groups.group_of, groups.page_of, strict=True)
+        ]
+        seen = torch.stack([layer.abs().flatten(1).amax(dim=1) for layer in of_layers])
         largest = torch.maximum(largest, seen.float().cpu())
     if of_all_heads is not None:
         largest = of_all_heads(largest)
@@ -208,24 +216,27 @@ def calibration_passages(tokenizer_files: Mapping[str, bytes], vocab_size: int, 
     return [tokens for tokens in passages if tokens]
 
 
-def _passage_step(tokens: Sequence[int], block_size: int) -> StepBatch:
-    """One row that begins and samples nothing, in blocks 1, 2, 3 and so on."""
+def _passage_step(tokens: Sequence[int], block_size: int, first_blocks: Sequence[int]) -> StepBatch:
+    """One row that begins and samples nothing, in blocks that follow each group's first one."""
     count = len(tokens)
     num_blocks = -(-count // block_size)
     positions = np.arange(count, dtype=np.int32)
-    tables = GroupTables(
-        block_indptr=np.array([0, num_blocks], dtype=np.int32),
-        block_ids=np.arange(1, num_blocks + 1, dtype=np.int32),
-        last_block_len=np.array([count - (num_blocks - 1) * block_size], dtype=np.int32),
-    )
+    tables = [
+        GroupTables(
+            block_indptr=np.array([0, num_blocks], dtype=np.int32),
+            block_ids=np.arange(first, first + num_blocks, dtype=np.int32),
+            last_block_len=np.array([count - (num_blocks - 1) * block_size], dtype=np.int32),
+        )
+        for first in first_blocks
+    ]
     return StepBatch(
         step_id=1,
         query_indptr=np.array([0, count], dtype=np.int32),
         token_ids=np.array(tokens, dtype=np.int32),
         positions=positions,
         seq_lens=np.array([count], dtype=np.int32),
-        tables=[tables],
-        slot_mappings=[positions.astype(np.int64) + block_size],
+        tables=tables,
+        slot_mappings=[positions.astype(np.int64) + first * block_size for first in first_blocks],
         sampling=None,
     )
 

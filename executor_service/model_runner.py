@@ -104,7 +104,7 @@ def _attention_interface(
         keys, values = paged_step.cache.keys[page], paged_step.cache.values[page]
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
         attention = paged_step.attention[paged_step.groups.group_of[layer]]
-        out = attention.attend(q, k, v, keys, values, scaling=scaling, codecs=paged_step.cache.codecs[page])
+        out = attention.attend(q, k, v, keys, values, scaling=scaling, codecs=paged_step.cache.codecs_of(layer))
         return out.unsqueeze(0), None
     if paged_step is None:
         raise BackendError(

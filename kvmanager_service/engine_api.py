@@ -297,6 +297,16 @@ class Engine(Protocol):
     def kv_snapshot(self) -> list[tuple[int, BlockContent]]:
         """Return every block that is filled and can be hit, with what it holds; none before there is a pool."""
 
+    async def switch_executor(self, executor_id: str) -> str:
+        """Move on to another executor and return the id of the one before, when the other is active.
+
+        Raises:
+            UnknownExecutorError: none of that id is registered.
+            ExecutorRejectedError: it cannot be used.
+            ExecutorSwitchError: it is active, or was not ready; or another order is carried out.
+            UnavailableError: there is no active executor, or it was lost meanwhile.
+        """
+
     def model(self) -> ModelView:
         """Describe the model.
 

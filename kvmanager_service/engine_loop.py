@@ -139,6 +139,10 @@ class EngineLoop:
         """See `engine_api.Engine.kv_snapshot`."""
         return [] if self._steps.scheduler is None else self._steps.scheduler.kv.pool.committed_contents()
 
+    async def switch_executor(self, executor_id: str) -> str:
+        """See `engine_api.Engine.switch_executor`."""
+        return await self._executors.switch_to(executor_id)
+
     def model(self) -> ModelView:
         """See `engine_api.Engine.model`."""
         if self._executors.model is None:

@@ -8,6 +8,8 @@ was expected, what was got and what to do. Prompts, texts and token ids of reque
     ├── PreconditionError           the model lacks what the request needs (chat template, tokenizer)
     ├── ExecutorRejectedError       the executor serves another model, or one that cannot be used
     ├── ExecutorIdReusedError       an executor id came back with another address
+    ├── UnknownExecutorError        an operator names an executor that is not registered
+    ├── ExecutorSwitchError         an operator's order to move on to an executor cannot be carried out
     ├── TooManyPoolsError           pools of engines with their own loop, or blocks in them, are as many as may be
     ├── BatchTooLargeError          what a batch of operations on a pool brings is more than one answer may hold
     ├── StaleBatchError             a batch of operations on a pool is neither the next nor the newest
@@ -54,6 +56,7 @@ __all__ = [
     "ErrorStatus",
     "ExecutorIdReusedError",
     "ExecutorRejectedError",
+    "ExecutorSwitchError",
     "PermissionDeniedError",
     "PreconditionError",
     "RpcErrors",
@@ -61,6 +64,7 @@ __all__ = [
     "TooManyPoolsError",
     "UnauthenticatedError",
     "UnavailableError",
+    "UnknownExecutorError",
     "abort_with",
     "to_status",
 ]
@@ -87,6 +91,14 @@ class ExecutorRejectedError(CoreError):
 
 class ExecutorIdReusedError(CoreError):
     """An executor id that is registered came back with another address."""
+
+
+class UnknownExecutorError(CoreError):
+    """No executor of that id is registered."""
+
+
+class ExecutorSwitchError(CoreError):
+    """The manager cannot move on to an executor: it is active, was not ready, or another order is carried out."""
 
 
 class TooManyPoolsError(CoreError):
@@ -121,6 +133,7 @@ RULES: dict[type[CoreError], Rule] = {
     InvalidRequestError: Rule(grpc.StatusCode.INVALID_ARGUMENT),
     UnknownRequestError: Rule(grpc.StatusCode.NOT_FOUND),
     UnknownPinError: Rule(grpc.StatusCode.NOT_FOUND),
+    UnknownExecutorError: Rule(grpc.StatusCode.NOT_FOUND),
     DuplicateRequestError: Rule(grpc.StatusCode.ALREADY_EXISTS),
     DuplicatePinError: Rule(grpc.StatusCode.ALREADY_EXISTS),
     ExecutorIdReusedError: Rule(grpc.StatusCode.ALREADY_EXISTS),
@@ -135,6 +148,7 @@ RULES: dict[type[CoreError], Rule] = {
     PoolInUseError: Rule(grpc.StatusCode.FAILED_PRECONDITION),
     PreconditionError: Rule(grpc.StatusCode.FAILED_PRECONDITION),
     ExecutorRejectedError: Rule(grpc.StatusCode.FAILED_PRECONDITION),
+    ExecutorSwitchError: Rule(grpc.StatusCode.FAILED_PRECONDITION),
     UnavailableError: Rule(grpc.StatusCode.UNAVAILABLE),
     RowFailedError: Rule(grpc.StatusCode.INTERNAL),
     UnauthenticatedError: Rule(grpc.StatusCode.UNAUTHENTICATED),

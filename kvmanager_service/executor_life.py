@@ -4,6 +4,7 @@ Station: started by `engine_loop`; calls `executor_race` for who is next, `execu
 for the steps. It knows no request.
 
     registry ─▶ race of those that connect, prepare, check ─▶ steps ─▶ lost? ─▶ race again
+                                                            └─ relieved by order? ─▶ the one that was ordered
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import structlog
 from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.scheduler_config import RECOMPUTE
 from kvmanager_service.engine_api import ModelView
+from kvmanager_service.errors import ExecutorSwitchError, UnavailableError
 from kvmanager_service.executor_checks import (
     ExecutorUnfitError,
     load_model,
@@ -31,12 +33,17 @@ from kvmanager_service.executor_client import (
     ReadyExecutor,
 )
 from kvmanager_service.executor_race import LEASE_OVER, ExecutorRace, PreparedExecutor
+from kvmanager_service.executor_switch import ExecutorSwitch, SwitchOrder
 from kvmanager_service.racing import first_of
 from kvmanager_service.registry import ExecutorRegistry, ExecutorState, RegisteredExecutor
 from kvmanager_service.step_loop import StepLoop
 from kvmanager_service.step_watchdog import StepOverdueError, watch_steps
 
 _log = structlog.get_logger(__name__)
+
+
+class _RelievedError(Exception):
+    """The executor in use is to go on no more: another one, ordered by an operator, is ready."""
 
 
 class ExecutorLife:
@@ -61,15 +68,47 @@ class ExecutorLife:
         self._steps = steps
         self._on_active = on_active
         self._race = ExecutorRace(registry, self._bring_up)
+        self._switch = ExecutorSwitch()
+        self._active: RegisteredExecutor | None = None
 
     async def run(self) -> NoReturn:
         """Use executors until cancelled. Raises what is nobody's fault but ours."""
-        while True:
-            prepared = await self._race.winner()
-            try:
-                await self._use(prepared)
-            except ExecutorLostError as lost:
-                self._lose(prepared.executor, lost)
+        try:
+            while True:
+                prepared = self._switch.take_prepared() or await self._race.winner()
+                try:
+                    await self._use(prepared)
+                except _RelievedError:
+                    self._relieve(prepared.executor)
+                except ExecutorLostError as lost:
+                    self._lose(prepared.executor, lost)
+        finally:
+            await self._close_ordered()
+            self._switch.give_up()
+
+    async def switch_to(self, executor_id: str) -> str:
+        """Move on to another executor; returns once it is active.
+
+        Returns:
+            The id of the executor that was active before.
+
+        Raises:
+            UnknownExecutorError: none of that id is registered.
+            ExecutorRejectedError: it cannot be used.
+            ExecutorSwitchError: it is active, or was not ready; or another order is carried out.
+            UnavailableError: there is no active executor, or it was lost meanwhile.
+        """
+        executor = self._registry.find(executor_id)
+        if executor is self._active:
+            message = f"executor_id: expected one that stands by, got {executor_id}, which is active"
+            raise ExecutorSwitchError("EXECUTOR_ALREADY_ACTIVE", message, executor_id=executor_id)
+        self._switch.require_none()
+        if self._active is None:
+            message = "expected an active executor to move on from, got none; the manager takes the first that is ready"
+            raise UnavailableError("NO_EXECUTOR", message)
+        previous = self._active.executor_id
+        await self._switch.order(executor)
+        return previous
 
     async def _bring_up(self, executor: RegisteredExecutor, on_progress: Callable[[], None]) -> PreparedExecutor:
         """See `executor_race.BringUp`."""
@@ -102,7 +141,7 @@ class ExecutorLife:
     async def _use(self, prepared: PreparedExecutor) -> None:
         """Run steps on an executor until it is lost. Raises ExecutorLostError then."""
         # Whatever the work waits for, be it a write to an executor that reads no more, these end it.
-        guards = [self._end_of_lease(prepared.executor)]
+        guards = [self._end_of_lease(prepared.executor), self._ordered_is_ready()]
         if self._config.step_timeout_s:
             guards.append(watch_steps(lambda: self._steps.oldest_step, self._config.step_timeout_s))
         try:
@@ -123,11 +162,50 @@ class ExecutorLife:
         try:
             await stream.connected()  # else the first step would be lost, and blamed for it
             self._registry.set_state(executor.executor_id, ExecutorState.ACTIVE)
+            self._active = executor
             self._on_active(True)
+            self._switch.succeed(executor)
             _log.info("executor_active", executor_id=executor.executor_id, address=executor.address)
             await first_of(self._steps.run(stream), self._check_others(executor))
         finally:
             await stream.close()
+
+    async def _ordered_is_ready(self) -> NoReturn:
+        """Bring up what operators order, beside the executor in use. Raises _RelievedError when one is ready."""
+        while True:
+            order = await self._switch.next_order()
+            try:
+                await first_of(self._prepare(order), self._end_of_lease(order.executor))
+            except ExecutorLostError as lost:
+                await self._close_ordered()
+                self._switch.fail(str(lost))
+                continue
+            raise _RelievedError
+
+    async def _prepare(self, order: SwitchOrder) -> None:
+        """Bring up the executor of an order; it is the order's from the moment that it is ready."""
+        executor, error = order.executor, ""
+        self._registry.set_state(executor.executor_id, ExecutorState.CONNECTING)
+        try:
+            order.prepared = await self._bring_up(executor, lambda: None)
+        except ExecutorLostError as lost:
+            error = str(lost)
+            raise
+        except Exception as fault:
+            # A spare's fault must not end the active executor's steps.
+            _log.exception("executor_bring_up_failed", executor_id=executor.executor_id, address=executor.address)
+            error = f"its bring-up failed: {type(fault).__name__}: {fault}"
+            raise ExecutorLostError(error) from fault
+        finally:
+            if order.prepared is None:
+                self._registry.set_state(executor.executor_id, ExecutorState.STANDBY, error)
+
+    async def _close_ordered(self) -> None:
+        """Close an executor that was brought up by order and is not used."""
+        prepared = self._switch.take_prepared()
+        if prepared is not None:
+            await prepared.connection.close()
+            self._registry.set_state(prepared.executor.executor_id, ExecutorState.STANDBY)
 
     async def _check_others(self, active: RegisteredExecutor) -> NoReturn:
         """Reject standby executors of another model as they come, not only when they are needed."""
@@ -163,8 +241,17 @@ class ExecutorLife:
         self._registry.reject(executor.executor_id, unfit.reason, str(unfit))
         _log.warning("executor_rejected", executor_id=executor.executor_id, address=executor.address, reason=str(unfit))
 
+    def _relieve(self, executor: RegisteredExecutor) -> None:
+        """The executor in use stands by from now on: schedule everything anew. Requests are admitted all the time."""
+        self._active = None
+        self._steps.lose(blame=False)
+        self._registry.set_state(executor.executor_id, ExecutorState.STANDBY)
+        _log.info("executor_relieved", executor_id=executor.executor_id, address=executor.address)
+
     def _lose(self, executor: RegisteredExecutor, lost: ExecutorLostError) -> None:
         """The executor in use can not be used any more: schedule everything anew."""
+        self._active = None
+        self._switch.note_loss(executor, str(lost))
         self._on_active(False)
         got_result = self._steps.lose(blame=not isinstance(lost, ExecutorGoneError))
         self._race.note_loss(executor, lost, hangs=isinstance(lost, StepOverdueError), again=not got_result)

@@ -17,7 +17,12 @@ from dataclasses import dataclass
 import structlog
 
 from kvmanager_service.core.errors import InvalidRequestError
-from kvmanager_service.errors import ExecutorIdReusedError, ExecutorRejectedError, UnavailableError
+from kvmanager_service.errors import (
+    ExecutorIdReusedError,
+    ExecutorRejectedError,
+    UnavailableError,
+    UnknownExecutorError,
+)
 
 __all__ = ["ExecutorRegistry", "ExecutorState", "RegisteredExecutor"]
 
@@ -112,6 +117,26 @@ class ExecutorRegistry:
         """Return the executors whose lease is valid, in order of registration."""
         self.expire()
         return list(self._records.values())
+
+    def find(self, executor_id: str) -> RegisteredExecutor:
+        """Return an executor that may be used.
+
+        Raises:
+            UnknownExecutorError: none of that id is registered.
+            ExecutorRejectedError: the engine found that it cannot use it.
+        """
+        self.expire()
+        record = self._records.get(executor_id)
+        if record is None:
+            shown = executor_id[:MAX_ID_CHARS]
+            raise UnknownExecutorError(
+                "EXECUTOR_NOT_FOUND",
+                f"executor_id: expected one that is registered, got {shown!r}; `kvplane executors` lists them",
+                executor_id=shown,
+            )
+        if record.rejection:
+            raise ExecutorRejectedError(record.rejection, record.last_error, executor_id=executor_id)
+        return record
 
     def candidates(self) -> list[RegisteredExecutor]:
         """Return those that may be used, the best first.

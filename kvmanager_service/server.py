@@ -130,7 +130,7 @@ class ManagerServer:
             KvManagerServicer(engine, config), self._server
         )
         executor_registry_service_pb2_grpc.add_ExecutorRegistryServiceServicer_to_server(
-            ExecutorRegistryServicer(registry, self.manager_id), self._server
+            ExecutorRegistryServicer(registry, engine, self.manager_id), self._server
         )
         health_pb2_grpc.add_HealthServicer_to_server(health.servicer, self._server)
         reflection.enable_server_reflection(

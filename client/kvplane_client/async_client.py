@@ -402,6 +402,27 @@ class AsyncClient:
         response = await self._unary(self._stubs.registry.ListExecutors, registry_pb.ListExecutorsRequest())
         return [_convert.executor_from(info) for info in response.executors]
 
+    async def switch_executor(self, executor_id: str) -> str:
+        """Moves on to another executor on purpose; what runs is computed anew there, and streams go on.
+
+        Returns when that one is active. A call that ends early, by the client's timeout or otherwise, does not take the
+        order back: :meth:`list_executors` shows how it ended.
+
+        Args:
+            executor_id: Of an executor that stands by, as :meth:`list_executors` has it.
+
+        Returns:
+            The id of the executor that was active before, which stands by now.
+
+        Raises:
+            NotFoundError: No executor of that id is registered.
+            FailedPreconditionError: It is active already, cannot be used, or was not ready; or another order is carried
+                out.
+            UnavailableError: There is no active executor, or it was lost meanwhile.
+        """
+        request = registry_pb.SwitchExecutorRequest(executor_id=executor_id)
+        return (await self._unary(self._stubs.registry.SwitchExecutor, request)).previous_executor_id
+
     async def wait_ready(self, timeout: float | None = None) -> Model:  # noqa: ASYNC109 - bounds polling, not one await
         """Waits until the manager is reachable, healthy and serves a model.
 

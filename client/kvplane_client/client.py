@@ -256,6 +256,10 @@ class Client:
         """Returns the executors whose lease is valid."""
         return self._calls.wait(self._client.list_executors)
 
+    def switch_executor(self, executor_id: str) -> str:
+        """Moves on to another executor; returns the id of the one that was active before."""
+        return self._calls.wait(self._client.switch_executor, executor_id)
+
     def wait_ready(self, timeout: float | None = None) -> Model:
         """Waits until the manager is ready."""
         return self._calls.wait(self._client.wait_ready, timeout)

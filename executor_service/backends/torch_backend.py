@@ -180,7 +180,6 @@ class TorchBackend(Backend):
             layout = KvLayout(groups.num_pages, kv_heads, head_dim, config.block_size, loaded.dtype)
             gathered = layout.bytes_per_token_and_layer
             if self._fp8 is not None:
-                _require_one_group(self._fp8, groups)
                 layout = replace(layout, dtype=FP8_TYPES[self._fp8])
                 # Beside what is read, K or V as it is stored, and as indices of two bytes a value.
                 gathered += layout.bytes_per_token_and_layer * 3 // 2
@@ -420,11 +419,14 @@ class TorchBackend(Backend):
 
     def _quantized(self, loaded: LoadedModel, layout: KvLayout, runner: ModelRunner, name: str) -> LoadedModel:
         """Find the scales, and with them the codecs and what the model is called from then on."""
-        scales = checkpoint_scales(loaded.folder, layout.num_layers)
+        assert self._groups is not None
+        scales = checkpoint_scales(loaded.folder, len(self._groups.page_of))
         if scales is None:
             passages = calibration_passages(loaded.tokenizer_files, loaded.vocab_size, loaded.max_model_len)
             of_all_heads = self._shard.largest if self._shard else None
-            scales = calibrated_scales(runner, layout, name, passages, self._device, of_all_heads=of_all_heads)
+            scales = calibrated_scales(
+                runner, layout, name, passages, groups=self._groups, device=self._device, of_all_heads=of_all_heads
+            )
         self._codecs = layer_codecs(layout.dtype, scales.keys, scales.values)
         _log.info(
             "kv_scales", kv_cache_dtype=name, source=scales.source, k=_range(scales.keys), v=_range(scales.values)
@@ -502,17 +504,6 @@ class TorchBackend(Backend):
             kv_groups=self._kv_groups(layout),
             max_logprobs=min(MAX_LOGPROBS, loaded.vocab_size),
             tokenizer_files=loaded.tokenizer_files,
-        )
-
-
-def _require_one_group(name: str, groups: LayerGroups) -> None:
-    """Refuse fp8 where layers share pages: a layer's scales are those of its page."""
-    if len(groups.windows) > 1:
-        raise BackendError(
-            "KV_CACHE_DTYPE_NOT_SUPPORTED",
-            f"expected one KV group for --kv-cache-dtype {name}, got {len(groups.windows)}: layers of several groups"
-            " share memory, and have scales of their own. Use --kv-cache-dtype auto.",
-            kv_cache_dtype=name,
         )
 
 

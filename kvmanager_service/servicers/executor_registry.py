@@ -1,6 +1,6 @@
 """ExecutorRegistryService: how executors make themselves known.
 
-Station: called by grpc, writes the registry, which `executor_life` reads.
+Station: called by grpc, writes the registry, which `executor_life` reads; has the engine move on to another by order.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import grpc
 from kvplane.kvmanager.v1 import executor_registry_service_pb2 as pb
 from kvplane.kvmanager.v1 import executor_registry_service_pb2_grpc as pb_grpc
 
+from kvmanager_service.engine_api import Engine
 from kvmanager_service.errors import RpcErrors
 from kvmanager_service.registry import ExecutorRegistry, ExecutorState
 
@@ -25,10 +26,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ExecutorRegistryServicer(pb_grpc.ExecutorRegistryServiceServicer):
-    """Serves Register and ListExecutors."""
+    """Serves Register, ListExecutors and SwitchExecutor."""
 
-    def __init__(self, registry: ExecutorRegistry, manager_id: str) -> None:
+    def __init__(self, registry: ExecutorRegistry, engine: Engine, manager_id: str) -> None:
         self._registry = registry
+        self._engine = engine
         self._manager_id = manager_id
 
     async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:  # noqa: N802
@@ -51,3 +53,9 @@ class ExecutorRegistryServicer(pb_grpc.ExecutorRegistryServiceServicer):
                 for record in self._registry.records()
             ]
         return pb.ListExecutorsResponse(executors=executors)
+
+    async def SwitchExecutor(self, request: pb.SwitchExecutorRequest, context: Context) -> pb.SwitchExecutorResponse:  # noqa: N802
+        """Serve `SwitchExecutor`; see the proto."""
+        async with RpcErrors(context):
+            previous = await self._engine.switch_executor(request.executor_id)
+        return pb.SwitchExecutorResponse(previous_executor_id=previous)

@@ -11,23 +11,28 @@ from executor_service.backends.base import (
     BlockCopies,
     CopyDirection,
     GroupTables,
+    Int32,
     StepBatch,
     StepResult,
 )
-from executor_service.backends.sim_backend import SimBackend, SimBackendConfig
-from tests.conformance.trial import BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS, VOCAB_SIZE
+from executor_service.backends.sim_backend import SimBackend, SimBackendConfig, Uint64
+from tests.conformance.trial import BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS, VOCAB_SIZE, WINDOWS
 
 
 class FaultyBackend(SimBackend):
     """A sim backend of the kit's size, and how it is spoiled."""
 
+    WINDOWS: tuple[int, ...] = ()
+
     def __init__(self) -> None:
+        groups = max(1, len(self.WINDOWS))
         super().__init__(
             SimBackendConfig(
                 block_size=BLOCK_SIZE,
-                sim_num_blocks=NUM_BLOCKS,
+                sim_num_blocks=NUM_BLOCKS * groups,
                 sim_vocab_size=VOCAB_SIZE,
-                swap_space=NUM_HOST_BLOCKS * BLOCK_SIZE * 8,
+                swap_space=NUM_HOST_BLOCKS * BLOCK_SIZE * 8 * groups,
+                sim_windows=self.WINDOWS,
             )
         )
 
@@ -155,6 +160,56 @@ class ReadsBeforeItWrites(FaultyBackend):
             result = super().execute(_row_of(batch, row))
             tokens.append(result.sampled_token_ids)
         return StepResult(np.concatenate(tokens))
+
+
+class FaultyGroups(FaultyBackend):
+    """The same with a KV group of full attention and two of windows, one of which does not end with a block."""
+
+    WINDOWS = WINDOWS
+
+
+class IgnoresWindows(FaultyGroups):
+    """Reads whatever a table names, before the window, too."""
+
+    def _window(self, rows: Int32, table: GroupTables, seq_lens: Int32, window: int) -> Uint64:
+        return self._whole(rows, table)
+
+
+class ReadsOneTokenMore(FaultyGroups):
+    """Takes a window for the tokens before the one that reads."""
+
+    def _window(self, rows: Int32, table: GroupTables, seq_lens: Int32, window: int) -> Uint64:
+        return super()._window(rows, table, seq_lens, window + 1)
+
+
+class LeavesOutNullBlocks(FaultyGroups):
+    """Takes a table without its null blocks, so that what is left stands for earlier positions."""
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        tables = []
+        for table in batch.tables:
+            blocks = table.block_ids.copy()
+            for start, end in zip(table.block_indptr[:-1].tolist(), table.block_indptr[1:].tolist(), strict=True):
+                named = blocks[start:end][blocks[start:end] > 0]
+                blocks[start:end] = np.resize(named, end - start)
+            tables.append(dataclasses.replace(table, block_ids=blocks))
+        return super().execute(dataclasses.replace(batch, tables=tables))
+
+
+class TakesOneTableForAllGroups(FaultyGroups):
+    """Writes and reads by the first group's table in every layer."""
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        slots, tables = [batch.slot_mappings[0]] * len(WINDOWS), [batch.tables[0]] * len(WINDOWS)
+        return super().execute(dataclasses.replace(batch, tables=tables, slot_mappings=slots))
+
+
+class ReadsPrefixByTheFirstTable(FaultyGroups):
+    """Writes by each group's table, and looks for what is there already where the first group has it."""
+
+    def _found(self, batch: StepBatch, group: int, sums: Uint64, before: Uint64) -> Uint64:
+        tables = [batch.tables[0]] * len(WINDOWS)
+        return super()._found(dataclasses.replace(batch, tables=tables), group, sums, before)
 
 
 def _row_of(batch: StepBatch, row: int) -> StepBatch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -14,7 +14,7 @@ from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvplane.executor.v1 import executor_service_pb2_grpc as pb_grpc
 
 from executor_service.server import running_executor
-from tests.conformance.broken_backends import FaultyBackend
+from tests.conformance.broken_backends import FaultyBackend, FaultyGroups
 from tests.conformance.trial import sim_config
 
 EPOCH_KEY = "kvplane-kv-epoch"
@@ -230,13 +230,41 @@ class CountsShort(Wire):
         return response
 
 
+class AcceptsNullBlocksAnywhere(Wire):
+    """Takes the null block in any table for one that it need not read."""
+
+    async def sent(self, requests):
+        async for request in requests:
+            for table in request.block_tables:
+                table.block_ids.CopyFrom(_column([block or 1 for block in _ints(table.block_ids)]))
+            yield request
+
+
+class TakesAnyNumberOfTables(Wire):
+    """Leaves out tables beyond the last group's, and has that group use the cache's last blocks where it has none."""
+
+    async def sent(self, requests):
+        num_groups = len(self.backend.WINDOWS)
+        async for request in requests:
+            tables = list(request.block_tables)[:num_groups]
+            if len(tables) == num_groups - 1:
+                cache = (await self.stub.GetModelInfo(pb.GetModelInfoRequest())).kv_cache
+                count = len(_ints(tables[0].block_ids))
+                blocks = _column([cache.num_blocks - 1 - place for place in range(count)])
+                tables.append(pb.BlockTables(block_indptr=tables[0].block_indptr, block_ids=blocks,
+                                             last_block_len=tables[0].last_block_len))  # fmt: skip
+            del request.block_tables[:]
+            request.block_tables.extend(tables)
+            yield request
+
+
 @asynccontextmanager
-async def broken_wire(fault: type[Wire], backend_type: type[FaultyBackend] = FaultyBackend) -> AsyncIterator[str]:
+async def broken_wire(fault: type[Wire], windows: Sequence[int] = ()) -> AsyncIterator[str]:
     """A good executor behind a wire with a fault; yields the wire's address."""
-    backend = backend_type()
+    backend = FaultyGroups() if windows else FaultyBackend()
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
     async with (
-        running_executor(sim_config(), backend) as good,
+        running_executor(sim_config(windows), backend) as good,
         grpc.aio.insecure_channel(good.address) as channel,
     ):
         wire = fault(pb_grpc.ExecutorServiceStub(channel), backend)

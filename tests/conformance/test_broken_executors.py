@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from kvplane_client.conformance.runner import selected
 
 from executor_service.server import running_executor
 from tests.conformance import broken_backends as backends
 from tests.conformance import broken_wire as wires
-from tests.conformance.trial import COMPUTING, failures, sim_config, skipped, tried
+from tests.conformance.trial import COMPUTING, WINDOWS, failures, sim_config, skipped, tried
 
 # What is tried, and what of it must fail.
 BACKENDS = {
@@ -33,8 +34,30 @@ WIRES = {
     wires.TakesOverAtOnce: (["streams/"], {"streams/silent_stream", "streams/first_step_that_cannot_be_run"}),
     wires.CountsShort: (["cache/cold"], {"cache/cold_step", "cache/cold_step_after_reset"}),
 }
+# With several KV groups.
+GROUPS = {
+    backends.IgnoresWindows: (["windows/"], {"windows/null_before_the_window", "windows/others_before_the_window"}),
+    backends.ReadsOneTokenMore: (["windows/"], {"windows/null_before_the_window", "windows/moved_on"}),
+    backends.LeavesOutNullBlocks: (["windows/"], {"windows/null_before_the_window", "windows/null_before_chunks"}),
+    backends.TakesOneTableForAllGroups: (
+        ["groups/"],
+        {
+            "groups/tables_in_orders_of_their_own",
+            "groups/prefix_of_each_group_elsewhere",
+        },
+    ),
+    backends.ReadsPrefixByTheFirstTable: (["groups/"], {"groups/prefix_of_each_group_elsewhere"}),
+}
+GROUP_WIRES = {
+    wires.AcceptsNullBlocksAnywhere: (["windows/"], {
+        "windows/null_in_full_attention", "windows/null_where_the_window_begins", "windows/null_where_it_writes",
+    }),
+    wires.TakesAnyNumberOfTables: (["malformed/tables"], {
+        "malformed/tables_one_missing", "malformed/tables_one_too_many",
+    }),
+}  # fmt: skip
 # The formula of the sim backend tells what is left out everywhere alike; an executor is no judge of that itself.
-NOT_BY_ITSELF = {backends.OffByOneInLastBlock}
+NOT_BY_ITSELF = {backends.OffByOneInLastBlock, backends.TakesOneTableForAllGroups}
 NEED_LOGITS = {
     "tables/every_token_counts",
     "sampling/bias_decides",
@@ -47,6 +70,7 @@ NEED_LOGITS = {
     "numerics/long_decode",
     "numerics/mixed_batch",
 }
+NEED_GROUPS = {case.name for case in selected(["groups/", "windows/"])}
 
 
 @pytest.mark.parametrize("fault", BACKENDS, ids=lambda fault: fault.__name__)
@@ -110,11 +134,42 @@ async def test_conformance_of_sim_executor_passes(backend):
         _, results = await tried(server.address, () if backend == "sim" else COMPUTING)
     if backend == "sim":
         assert failures(results) == {}
-        assert skipped(results) == NEED_LOGITS
+        assert skipped(results) == NEED_LOGITS | NEED_GROUPS
     else:
         # Of one that is not known to be sim it is expected that a bias matters.
         assert failures(results).keys() < NEED_LOGITS
         assert "sampling/bias_decides" in failures(results)
+
+
+@pytest.mark.parametrize("windows", [WINDOWS, (0, 0), (5,), (2, 17)], ids=str)
+async def test_conformance_of_sim_executor_with_several_groups_passes(windows):
+    """Whole for the usual windows; for others what computes."""
+    filters = () if windows == WINDOWS else ("tables/", "groups/", "windows/", "cache/")
+    async with running_executor(sim_config(windows)) as server:
+        _, results = await tried(server.address, filters)
+    assert failures(results) == {}
+    if windows == WINDOWS:
+        assert skipped(results) == NEED_LOGITS
+
+
+@pytest.mark.parametrize(
+    ("fault", "backend"),
+    [(fault, "sim") for fault in GROUPS] + [(fault, "other") for fault in GROUPS if fault not in NOT_BY_ITSELF],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+async def test_conformance_of_faulty_backend_with_several_groups_fails(fault, backend):
+    filters, expected = GROUPS[fault]
+    async with running_executor(sim_config(WINDOWS, backend=backend), fault()) as server:
+        _, results = await tried(server.address, filters)
+    assert expected <= failures(results).keys()
+
+
+@pytest.mark.parametrize("fault", GROUP_WIRES, ids=lambda fault: fault.__name__)
+async def test_conformance_of_faulty_wire_with_several_groups_fails(fault):
+    filters, expected = GROUP_WIRES[fault]
+    async with wires.broken_wire(fault, WINDOWS) as address:
+        _, results = await tried(address, filters)
+    assert expected <= failures(results).keys()
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])

@@ -122,6 +122,13 @@ def test_conformance_command_write_model_writes_the_same_bytes_for_a_seed(tmp_pa
     assert json.loads((folders[0] / "config.json").read_text())["model_type"] == "llama"
 
 
+def test_conformance_command_write_model_with_a_window_writes_layers_of_both_kinds(tmp_path):
+    assert run("--write-model", str(tmp_path), "--window", "9").exit_code == 0
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["model_type"], config["sliding_window"]) == ("ministral", 9)
+    assert config["layer_types"] == ["sliding_attention", "sliding_attention", "full_attention"] * 2
+
+
 def test_conformance_kit_needs_neither_numpy_nor_torch_to_be_imported():
     code = (
         "import sys; import kvplane_client.cli.main; import kvplane_client.conformance.runner; "

@@ -94,6 +94,48 @@ async def test_conformance_of_torch_executor_with_other_weights_fails(model, tmp
     assert len(failures(results)) == len(results)
 
 
+@pytest.fixture(scope="module")
+def windowed_model(tmp_path_factory):
+    """Six layers, of which two read 7 tokens before each that reads all: three KV groups of two layers."""
+    folder = tmp_path_factory.mktemp("conformance") / "windowed"
+    write_model(folder, 0, window=7)
+    return folder
+
+
+def windowed_config(folder: Path, **values: object) -> ExecutorConfig:
+    # Each group has the K and V of 2 layers in a block.
+    swap_space = 3 * NUM_HOST_BLOCKS * BLOCK_SIZE * 2 * 2 * 2 * 16 * 4
+    sizes = {"num_blocks_override": 3 * NUM_BLOCKS, "swap_space": swap_space, "dtype": "float32"}
+    return config("torch", folder, **(sizes | values))
+
+
+@pytest.mark.filterwarnings("ignore")
+async def test_conformance_of_torch_executor_with_several_groups_passes_with_numerics(windowed_model):
+    async with running_executor(windowed_config(windowed_model)) as server:
+        judge, results = await tried(server.address, COMPUTING, model=ReferenceModel(windowed_model))
+    assert judge.name == "the reference model in NumPy"
+    assert failures(results) == {}
+    assert skipped(results) == set()
+
+
+@pytest.mark.filterwarnings("ignore")
+async def test_conformance_of_torch_executor_with_another_window_fails(windowed_model, tmp_path):
+    """The same weights, read one token further back."""
+    write_model(tmp_path, 0, window=8)
+    async with running_executor(windowed_config(tmp_path)) as server:
+        _, results = await tried(
+            server.address, ["numerics/after_every", "windows/null_before_the"], model=ReferenceModel(windowed_model)
+        )
+    assert failures(results).keys() == {"numerics/after_every_length", "windows/null_before_the_window"}
+
+
+@pytest.mark.filterwarnings("ignore")
+async def test_conformance_of_torch_executor_with_several_groups_as_its_own_judge_passes(windowed_model):
+    async with running_executor(windowed_config(windowed_model)) as server:
+        _, results = await tried(server.address, ["groups/", "windows/", "tables/", "cache/"])
+    assert failures(results) == {}
+
+
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("ranks", [1, 2])

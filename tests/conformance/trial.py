@@ -14,21 +14,26 @@ from executor_service.config import ExecutorConfig
 BLOCK_SIZE = 4
 NUM_BLOCKS = 80
 NUM_HOST_BLOCKS = 8
+"""Of each KV group, as the blocks."""
+WINDOWS = (0, 6, 9)
+"""Of the KV groups of an executor that has several."""
 VOCAB_SIZE = 1000
 ANSWER_WITHIN_S = 60.0
 # Where arithmetic, tables and copies are at work.
-COMPUTING = ("tables/", "rows/", "cache/", "feeds/", "copies/", "sampling/", "numerics/")
+COMPUTING = ("tables/", "groups/", "windows/", "rows/", "cache/", "feeds/", "copies/", "sampling/", "numerics/")
 
 
-def sim_config(**values: object) -> ExecutorConfig:
+def sim_config(windows: Sequence[int] = (), **values: object) -> ExecutorConfig:
     """A sim executor with as many blocks as the kit needs; its host blocks are of 8 bytes a slot."""
+    groups = max(1, len(windows))
     defaults = {
         "backend": "sim",
         "port": 0,
         "block_size": BLOCK_SIZE,
-        "sim_num_blocks": NUM_BLOCKS,
+        "sim_num_blocks": NUM_BLOCKS * groups,
+        "sim_windows": tuple(windows),
         "sim_vocab_size": VOCAB_SIZE,
-        "swap_space": NUM_HOST_BLOCKS * BLOCK_SIZE * 8,
+        "swap_space": NUM_HOST_BLOCKS * BLOCK_SIZE * 8 * groups,
     }
     return ExecutorConfig(**(defaults | values))  # type: ignore[arg-type]
 

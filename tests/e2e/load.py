@@ -24,6 +24,7 @@ class Job:
         options: further options of the client's `stream`.
         token_ids: what has arrived so far.
         windows: the executor's `sim_windows`.
+        known: the right output of an executor that is no sim.
     """
 
     prompt: list[int]
@@ -31,12 +32,15 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
     windows: tuple[int, ...] = (0,)
+    known: list[int] | None = None
     finish_reason: FinishReason | None = None
     cached_tokens: int = -1
 
     @property
     def expected(self) -> list[int]:
         """What an undisturbed run gives."""
+        if self.known is not None:
+            return self.known
         return expected_tokens(
             self.prompt,
             self.max_tokens,

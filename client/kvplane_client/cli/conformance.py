@@ -67,6 +67,13 @@ def conformance(
     write_model: Annotated[
         Path | None, typer.Option("--write-model", metavar="DIR", help="Write a small random model and run no case.")
     ] = None,
+    window: Annotated[
+        int,
+        typer.Option(
+            "--window", metavar="TOKENS", parser=integer(0, 256, advice="leave it out for full attention alone"),
+            help="Of --write-model: two of three layers read that many tokens.",
+        ),
+    ] = 0,
     seed: Annotated[
         int,
         typer.Option(
@@ -99,7 +106,7 @@ def conformance(
         raise refused("a text that names of cases have", " ".join(filters or []), "--list shows them", option="-k")
     try:
         if write_model is not None:
-            _write_model(write_model, seed)
+            _write_model(write_model, seed, window)
         elif show_list:
             _list(cases, as_json)
         elif not address:
@@ -220,12 +227,12 @@ def _list(cases: list[Case], as_json: bool) -> None:
     out_console().print(table)
 
 
-def _write_model(folder: Path, seed: int) -> None:
+def _write_model(folder: Path, seed: int, window: int) -> None:
     _require_numpy()
     from kvplane_client.conformance.reference_model import write_model  # noqa: PLC0415 - needs the extra
 
     try:
-        write_model(folder, seed)
+        write_model(folder, seed, window)
     except OSError as error:
         raise UnusableError(f"--write-model: expected a folder that can be written, got {error}") from error
 

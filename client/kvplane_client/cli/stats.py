@@ -1,4 +1,4 @@
-"""``kvplane stats``, ``executors``, ``abort`` and ``reset-cache``: the manager as a whole."""
+"""``kvplane stats``, ``executors``, ``switch-executor``, ``abort`` and ``reset-cache``: the manager as a whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvplane_client.cli.output import escaped, out_console, print_json, visible
 from kvplane_client.cli.session import session
 from kvplane_client.manager_types import PoolStats, SchedulerSettings, Stats, TenantStats
 
-__all__ = ["abort", "executors", "reset_cache", "stats"]
+__all__ = ["abort", "executors", "reset_cache", "stats", "switch_executor"]
 
 _TENANTS_SHOWN = 10
 
@@ -105,7 +105,8 @@ def _hit_rate(current: Stats) -> str:
 def executors(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: opt.JsonFlag = False) -> None:
     """List the executors that hold a lease, and which of them runs the steps.
 
-    The others stand by: one takes over when the active one is lost.
+    The others stand by: one takes over when the active one is lost, or by `kvplane
+    switch-executor`.
 
     Examples:
       kvplane executors
@@ -126,6 +127,30 @@ def executors(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_jso
         told = (info.executor_id, info.address, info.state, lease, info.last_error or "")
         table.add_row(*map(escaped, told))
     out_console().print(table)
+
+
+def switch_executor(
+    executor_id: Annotated[
+        str, typer.Argument(metavar="ID", help="Of an executor that stands by, as `kvplane executors` shows it.")
+    ],
+    server: opt.Server = "localhost:50051",
+    wait: opt.Wait = 0,
+    as_json: opt.JsonFlag = False,
+) -> None:
+    """Move on to another executor on purpose, while requests run.
+
+    Until it is ready the present one goes on. Then what runs is computed anew on
+    the other, and streams go on where they were; the present one stands by.
+
+    Example:
+      kvplane switch-executor executor-4f2a
+    """
+    with session(server, as_json=as_json, wait=wait) as client:
+        previous = client.switch_executor(executor_id)
+    if as_json:
+        print_json({"active": executor_id, "previous": previous})
+    else:
+        typer.echo(f"{visible(executor_id)} is active; {visible(previous)} stands by")
 
 
 def abort(

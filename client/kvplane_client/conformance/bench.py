@@ -130,6 +130,21 @@ class Bench:
         prompt = self.prompt(length, salt)
         return Track(prompt, self.blocks(-(-length // self.block_size)) if blocks is None else blocks)
 
+    def beyond_windows(self, salt: int = 0) -> Track:
+        """A sequence that has blocks before each window.
+
+        Raises:
+            CaseSkippedError: There is no window, or the model or the cache is too small for such sequences.
+        """
+        window, length = max(self.geometry.windows), self.target.beyond_windows
+        if not window:
+            raise CaseSkippedError("needs a KV group with a window")
+        if not length:
+            raise CaseSkippedError(f"a window of {window} is too long for max_model_len {self.info.max_model_len}")
+        if self.geometry.num_blocks < self.target.blocks_beyond_windows:
+            raise CaseSkippedError(f"a window of {window} is too long for {self.target.profile.num_blocks} blocks")
+        return self.track(length, salt)
+
     def stream(self, knows_epoch: int | None = None) -> Stream:
         """Opens an Execute stream. knows_epoch: the epoch that it names when it is opened."""
         metadata = None if knows_epoch is None else ((EPOCH_KEY, str(knows_epoch)),)
@@ -249,7 +264,7 @@ class Stream:
         bench = self._bench
         for row in rows:
             missing = -(-row.end // bench.block_size) - len(row.track.blocks)
-            row.track.blocks.extend(bench.blocks(max(0, missing)))
+            row.track.grow(bench.blocks(max(0, missing)))
         extras = StepExtras(self.last_step_id if feeds else 0, tags or {}, copies)
         self.last_step_id += 1
         samples = [

@@ -70,8 +70,9 @@ class SimJudge(Judge):
     name = "the formula of the sim backend"
     tolerance = 0.0
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, windows: Sequence[int]) -> None:
         self._vocab_size = vocab_size
+        self._windows = windows
 
     @staticmethod
     def applies_to(target: Target) -> bool:
@@ -80,7 +81,8 @@ class SimJudge(Judge):
 
     async def expected(self, sequences: Sequence[Tokens]) -> list[Expected]:
         """Computes the formula."""
-        return [Expected(sim_formula.next_token(sequence, self._vocab_size), {}) for sequence in sequences]
+        tokens = [sim_formula.next_token(sequence, self._vocab_size, self._windows) for sequence in sequences]
+        return [Expected(token, {}) for token in tokens]
 
 
 class ModelJudge(Judge):

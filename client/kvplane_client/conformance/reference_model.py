@@ -1,13 +1,13 @@
 """Small random models, written for executors to serve, and the kit's own arithmetic on them.
 
 Station: the command writes a model with `write_model`; `judges.ModelJudge` computes it with `ReferenceModel`. A Llama
-decoder in safetensors files as transformers names them, plain enough for any executor to read. The arithmetic is
-float64 over the whole sequence at once, without a cache, a block or a batch. Needs NumPy and safetensors (the extra
-`conformance`), never torch.
+decoder in safetensors files as transformers names them, plain enough for any executor to read; with windows a Ministral
+one, which is the same but that some layers read the last tokens only. The arithmetic is float64 over the whole sequence
+at once, without a cache, a block or a batch. Needs NumPy and safetensors (the extra `conformance`), never torch.
 
 Source: the architecture is that of Touvron et al., "LLaMA", 2023 (RMSNorm, rotary embeddings, SwiGLU), with grouped
-heads as in Ainslie et al., "GQA", 2023; the tensors' names and the rotary layout (halves, not pairs) are those of
-transformers' `LlamaForCausalLM`.
+heads as in Ainslie et al., "GQA", 2023; windows as in Beltagy et al., "Longformer", 2020. The tensors' names and the
+rotary layout (halves, not pairs) are those of transformers' `LlamaForCausalLM` and `MinistralForCausalLM`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ _CONFIG = {
     "eos_token_id": 2,
     "dtype": "float32",
 }
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_WINDOWED_LAYERS = [_SLIDING, _SLIDING, _FULL] * 2
 # What a model must have for the arithmetic below to be its own; a key that is absent counts as this.
+_MODEL_TYPES = ("llama", "ministral")
 _REQUIRED = {
-    "model_type": "llama",
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -59,18 +61,26 @@ _REQUIRED = {
 Float64 = npt.NDArray[np.float64]
 
 
-def write_model(folder: Path, seed: int) -> None:
-    """Writes config.json and model.safetensors, the same bytes for the same seed.
+def write_model(folder: Path, seed: int, window: int = 0) -> None:
+    """Writes config.json and model.safetensors, the same bytes for the same seed and window.
 
     Args:
         folder: Is made where it is not there.
         seed: In [0, 2**32).
+        window: In tokens. 0: 3 layers of full attention. Else 6 layers, of which two read that many tokens before each
+            that reads all.
 
     Raises:
         OSError: It cannot be written.
     """
     # The old generator, since its stream is frozen for good. Weights so large that a wrong context shows in the output.
     draw = np.random.RandomState(seed)
+    config: dict[str, object] = dict(_CONFIG)
+    if window:
+        config |= {
+            "architectures": ["MinistralForCausalLM"], "model_type": "ministral", "sliding_window": window,
+            "layer_types": _WINDOWED_LAYERS, "num_hidden_layers": len(_WINDOWED_LAYERS),
+        }  # fmt: skip
     hidden, inner, vocab = (int(str(_CONFIG[key])) for key in ("hidden_size", "intermediate_size", "vocab_size"))
     heads, kv_heads, head_dim = (
         int(str(_CONFIG[key])) for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -84,7 +94,7 @@ def write_model(folder: Path, seed: int) -> None:
         return (1 + 0.1 * draw.standard_normal(hidden)).astype(np.float32)
 
     tensors = {"model.embed_tokens.weight": matrix(vocab, hidden, np.sqrt(hidden))}
-    for layer in range(int(str(_CONFIG["num_hidden_layers"]))):
+    for layer in range(int(str(config["num_hidden_layers"]))):
         name = f"model.layers.{layer}"
         tensors |= {
             f"{name}.input_layernorm.weight": scale(),
@@ -100,11 +110,11 @@ def write_model(folder: Path, seed: int) -> None:
     tensors |= {"model.norm.weight": scale(), "lm_head.weight": matrix(vocab, hidden, 2.5)}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(_CONFIG, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 class ReferenceModel:
-    """A Llama decoder in NumPy.
+    """A Llama or Ministral decoder in NumPy.
 
     Args:
         folder: With config.json and model.safetensors.
@@ -119,6 +129,11 @@ class ReferenceModel:
             weights = load_file(folder / "model.safetensors")
         except (OSError, ValueError, SafetensorError) as error:
             raise UnusableError(f"expected a folder that --write-model has made, got {folder}: {error}") from error
+        if config.get("model_type", "llama") not in _MODEL_TYPES:
+            expected = " or ".join(_MODEL_TYPES)
+            raise UnusableError(
+                f"{folder}: expected model_type {expected}, got {config['model_type']!r}; the kit computes no other"
+            )
         for key, value in _REQUIRED.items():
             if config.get(key, value) != value:
                 raise UnusableError(
@@ -127,7 +142,7 @@ class ReferenceModel:
         try:
             self._weights: dict[str, Float64] = {name: tensor.astype(np.float64) for name, tensor in weights.items()}
             self.vocab_size = int(config["vocab_size"])
-            self._num_layers = int(config["num_hidden_layers"])
+            self._windows = _windows(config)
             self._heads = int(config["num_attention_heads"])
             self._kv_heads = int(config["num_key_value_heads"])
             self._head_dim = int(config.get("head_dim") or config["hidden_size"] // self._heads)
@@ -136,7 +151,8 @@ class ReferenceModel:
             head = "model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"
             self._head = self._weights[head]
         except (KeyError, TypeError, ValueError) as error:
-            raise UnusableError(f"{folder}: expected the configuration of a Llama decoder, got {error!r}") from error
+            message = f"{folder}: expected the configuration of a Llama or Ministral decoder, got {error!r}"
+            raise UnusableError(message) from error
 
     def logprobs(self, sequence: Sequence[int]) -> list[list[float]]:
         """Computes what comes after every beginning of a sequence.
@@ -146,10 +162,10 @@ class ReferenceModel:
         """
         hidden = self._weights["model.embed_tokens.weight"][np.array(sequence)]
         cosine, sine = self._rotation(len(sequence))
-        for layer in range(self._num_layers):
+        for layer, window in enumerate(self._windows):
             name = f"model.layers.{layer}"
             normed = self._normed(hidden, f"{name}.input_layernorm.weight")
-            hidden = hidden + self._attention(normed, f"{name}.self_attn", cosine, sine)
+            hidden = hidden + self._attention(normed, f"{name}.self_attn", cosine, sine, window)
             normed = self._normed(hidden, f"{name}.post_attention_layernorm.weight")
             hidden = hidden + self._feed_forward(normed, f"{name}.mlp")
         logits = self._normed(hidden, "model.norm.weight") @ self._head.T
@@ -169,8 +185,11 @@ class ReferenceModel:
         normed: Float64 = hidden / root * self._weights[weight]
         return normed
 
-    def _attention(self, hidden: Float64, name: str, cosine: Float64, sine: Float64) -> Float64:
-        """Causal attention with grouped heads: softmax(Q K^T / sqrt(D)) V. Shape: (T, H)."""
+    def _attention(self, hidden: Float64, name: str, cosine: Float64, sine: Float64, window: int) -> Float64:
+        """Causal attention with grouped heads: softmax(Q K^T / sqrt(D)) V, over the last `window` tokens if not 0.
+
+        Shape: (T, H).
+        """
         length = len(hidden)
 
         def projected(part: str, heads: int) -> Float64:
@@ -186,7 +205,8 @@ class ReferenceModel:
         key = np.repeat(rotated(projected("k", self._kv_heads)), group, axis=1)
         value = np.repeat(projected("v", self._kv_heads), group, axis=1)
         scores = np.einsum("thd,shd->hts", query, key) / np.sqrt(self._head_dim)
-        scores[:, np.triu(np.ones((length, length), dtype=bool), 1)] = -np.inf
+        distance = np.arange(length)[:, None] - np.arange(length)
+        scores[:, (distance < 0) | (distance >= (window or length))] = -np.inf
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
         mixed = np.einsum("hts,shd->thd", weights, value).reshape(length, -1)
@@ -199,3 +219,18 @@ class ReferenceModel:
         up = hidden @ self._weights[f"{name}.up_proj.weight"].T
         forwarded: Float64 = (gate / (1 + np.exp(-gate)) * up) @ self._weights[f"{name}.down_proj.weight"].T
         return forwarded
+
+
+def _windows(config: dict[str, Any]) -> list[int]:
+    """Tokens that each layer reads, 0 for all.
+
+    Raises:
+        KeyError, TypeError, ValueError: The configuration lacks what this depends on, or has another kind of layer.
+    """
+    count = int(config["num_hidden_layers"])
+    if config.get("model_type", "llama") == "llama":
+        return [0] * count
+    kinds = config["layer_types"]
+    if len(kinds) != count or not set(kinds) <= {_FULL, _SLIDING}:
+        raise ValueError(f"layer_types: expected {count} of {_FULL} and {_SLIDING}, got {kinds}")
+    return [int(config["sliding_window"]) if kind == _SLIDING else 0 for kind in kinds]

@@ -80,7 +80,7 @@ def choose_judge(target: Target, model: ReferenceModel | None, tolerance: float 
             raise UnusableError(f"{message}, got one with {model.vocab_size}")
         return ModelJudge(model, allowed)
     if SimJudge.applies_to(target):
-        return SimJudge(target.info.vocab_size)
+        return SimJudge(target.info.vocab_size, target.geometry.windows)
     return SelfJudge(ask_alone(target), allowed)
 
 

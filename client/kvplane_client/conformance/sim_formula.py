@@ -15,15 +15,27 @@ __all__ = ["next_token"]
 _MASK = 2**64 - 1
 _G = 0x9E6C63D0876A9A47
 _ROOT = 0x6A09E667F3BCC908
+_GROUP = 0x3C6EF372FE94F82B
 
 
-def next_token(sequence: Sequence[int], vocab_size: int) -> int:
-    """Returns the greedy token after a sequence of at least one token."""
-    digest, content, power = _ROOT, 0, 1
+def next_token(sequence: Sequence[int], vocab_size: int, windows: Sequence[int] = (0,)) -> int:
+    """Returns the greedy token after a sequence of at least one token.
+
+    Args:
+        sequence: The tokens.
+        vocab_size: The executor's.
+        windows: Of each KV group, in tokens, 0 for full attention.
+    """
+    # A group's digests are those of the first, each with the difference of the roots added.
+    digest, power = 0, 1
+    contents = [0] * len(windows)
     for position, token in enumerate(sequence):
         digest = (digest + _mix(token << 32 | position)) & _MASK
-        content = (content + digest * power) & _MASK
+        for group, window in enumerate(windows):
+            if not window or position >= len(sequence) - window:
+                contents[group] += (_ROOT + group * _GROUP + digest) * power
         power = power * _G & _MASK
+    content = sum(part * pow(_GROUP, group, _MASK + 1) for group, part in enumerate(contents)) & _MASK
     return _mix(_mix(content)) % vocab_size
 
 

@@ -2,7 +2,8 @@
 
 Station: called by `bench`; knows the wire, no executor. A `Track` is a sequence as the kit follows it, a `Row` the part
 of it that one step computes. Blocks are logical numbers here, from 0: with G KV groups, group g keeps logical block b
-in block 1 + b * G + g, so that no block is in tables of two groups.
+in block 1 + b * G + g, so that no block is in tables of two groups. In the tables of a sliding window every entry that
+may be the null block is, as a manager has it that frees blocks as the window moves.
 """
 
 from __future__ import annotations
@@ -42,15 +43,20 @@ class Geometry:
 
     Attributes:
         block_size: Tokens per block.
-        num_groups: KV groups, each with a table of its own.
+        windows: Of each KV group, in tokens, 0 for full attention. Each has a table of its own.
         num_blocks: Logical blocks.
         num_host_blocks: Logical host blocks.
     """
 
     block_size: int
-    num_groups: int
+    windows: tuple[int, ...]
     num_blocks: int
     num_host_blocks: int
+
+    @property
+    def num_groups(self) -> int:
+        """KV groups."""
+        return len(self.windows)
 
     def physical(self, block: int, group: int) -> int:
         """The block in which a group keeps a logical block."""
@@ -59,6 +65,11 @@ class Geometry:
     def physical_host(self, block: int, group: int) -> int:
         """The same in host memory, which has no null block."""
         return block * self.num_groups + group
+
+    def first_read(self, group: int, position: int) -> int:
+        """The place in a group's table of the first block that a token at a position reads."""
+        window = self.windows[group]
+        return max(0, position - window + 1) // self.block_size if window else 0
 
 
 @dataclass
@@ -69,11 +80,13 @@ class Track:
         tokens: What is known of it.
         blocks: Its logical blocks, enough for all that will be computed.
         computed: How many tokens have K/V once all steps built so far have run.
+        of_group: Other logical blocks than those, of a group that has such.
     """
 
     tokens: list[int]
     blocks: list[int]
     computed: int = 0
+    of_group: dict[int, list[int]] = field(default_factory=dict)
 
     def next(self, count: int | None = None, **values: object) -> Row:
         """A row that computes the next tokens, all that are known without a count."""
@@ -86,6 +99,16 @@ class Track:
         start = self.computed
         self.computed = start + 1
         return Row(self, start, start + 1, feed=sample, **values)  # type: ignore[arg-type]
+
+    def grow(self, blocks: list[int]) -> None:
+        """Adds blocks, for all groups."""
+        self.blocks.extend(blocks)
+        for own in self.of_group.values():
+            own.extend(blocks)
+
+    def blocks_of(self, group: int) -> list[int]:
+        """A group's logical blocks."""
+        return self.of_group.get(group, self.blocks)
 
     def fork(self, blocks: list[int]) -> Track:
         """Another sequence that begins with the same tokens."""
@@ -111,6 +134,7 @@ class Row:
         end: The sequence's length after the step.
         feed: The sample of the step before that is the last token, -1 for none.
         samples: How tokens are drawn after it; None is one greedy token with log probabilities, () is none.
+        keeps: Whether its tables name blocks that lie before a window, too.
     """
 
     track: Track
@@ -118,6 +142,7 @@ class Row:
     end: int
     feed: int = -1
     samples: Sequence[Sample] | None = None
+    keeps: bool = False
 
 
 Copy = tuple[int, int, int]
@@ -180,8 +205,7 @@ def build_step(
     """
     size = geometry.block_size
     lengths = [row.end - row.start for row in rows]
-    tables = [row.track.blocks[: -(-row.end // size)] for row in rows]
-    assert all(len(table) == -(-row.end // size) for table, row in zip(tables, rows, strict=True))
+    last_block_len = column((row.end - 1) % size + 1 for row in rows)
     request = pb.ExecuteRequest(
         step_id=step_id,
         kv_epoch=kv_epoch,
@@ -190,9 +214,9 @@ def build_step(
         positions=column(position for row in rows for position in range(row.start, row.end)),
         block_tables=[
             pb.BlockTables(
-                block_indptr=indptr_of(len(table) for table in tables),
-                block_ids=column(geometry.physical(block, group) for table in tables for block in table),
-                last_block_len=column((row.end - 1) % size + 1 for row in rows),
+                block_indptr=indptr_of(-(-row.end // size) for row in rows),
+                block_ids=column(block for row in rows for block in _table(geometry, row, group)),
+                last_block_len=last_block_len,
             )
             for group in range(geometry.num_groups)
         ],
@@ -210,6 +234,15 @@ def build_step(
     if extras.copies:
         request.copies.CopyFrom(_copies(geometry, extras.copies))
     return request
+
+
+def _table(geometry: Geometry, row: Row, group: int) -> list[int]:
+    """The row's blocks in a group, as the executor numbers them."""
+    length = -(-row.end // geometry.block_size)
+    blocks = row.track.blocks_of(group)[:length]
+    assert len(blocks) == length
+    null = 0 if row.keeps else geometry.first_read(group, row.start)
+    return [0] * null + [geometry.physical(block, group) for block in blocks[null:]]
 
 
 def _tokens(row: Row) -> list[int]:

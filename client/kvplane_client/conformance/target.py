@@ -29,7 +29,7 @@ __all__ = ["MAX_BATCHED_TOKENS_AT_LEAST", "MAX_SEQS", "NUM_BLOCKS", "Target", "c
 MAX_SEQS = 8
 MAX_BATCHED_TOKENS_AT_LEAST = 64
 NUM_BLOCKS = 64
-"""Logical blocks that cases may use."""
+"""Logical blocks that cases may use; more where `Target.blocks_beyond_windows` is."""
 NUM_HOST_BLOCKS = 8
 
 _ERRORS = 'ExecutorService: Errors carry google.rpc.ErrorInfo with domain "kvplane".'
@@ -60,6 +60,11 @@ class Target:
     Args:
         address: host:port.
         answer_within: Seconds that any answer may take.
+
+    Attributes:
+        beyond_windows: Tokens of a sequence that has blocks before each window; 0 where there is no window, or the
+            model takes no such sequence.
+        blocks_beyond_windows: Logical blocks that cases with such sequences want.
     """
 
     def __init__(self, address: str, answer_within: float) -> None:
@@ -69,8 +74,10 @@ class Target:
         self.stub: ExecutorServiceAsyncStub = ExecutorServiceStub(self._channel)
         self.info = pb.GetModelInfoResponse()
         self.profile = pb.ProfileMemoryResponse()
-        self.geometry = Geometry(1, 1, NUM_BLOCKS, 0)
+        self.geometry = Geometry(1, (0,), NUM_BLOCKS, 0)
         self.max_batched_tokens = MAX_BATCHED_TOKENS_AT_LEAST
+        self.beyond_windows = 0
+        self.blocks_beyond_windows = 0
 
     async def __aenter__(self) -> Self:
         return self
@@ -94,20 +101,24 @@ class Target:
         if info.block_size < 1 or info.vocab_size < 2 or not info.kv_groups:
             got = f"block_size {info.block_size}, vocab_size {info.vocab_size}, {len(info.kv_groups)} kv_groups"
             raise UnusableError(f"expected a model with block_size, vocab_size and kv_groups, got {got}")
-        kinds = {group.type for group in info.kv_groups}
-        if kinds != {pb.KV_GROUP_TYPE_FULL_ATTENTION}:
-            raise UnusableError(f"this kit tries KV groups of full attention alone, got {sorted(kinds)} (KvGroupType)")
-        self.max_batched_tokens = max(MAX_BATCHED_TOKENS_AT_LEAST, 8 * info.block_size)
+        windows = tuple(_window_of(group) for group in info.kv_groups)
+        self.beyond_windows = max(windows) + 3 * info.block_size + 1 if any(windows) else 0
+        if self.beyond_windows + 2 * info.block_size > info.max_model_len:
+            self.beyond_windows = 0
+        longest = max(8 * info.block_size, self.beyond_windows + 2 * info.block_size)
+        self.max_batched_tokens = max(MAX_BATCHED_TOKENS_AT_LEAST, longest)
         self.profile = await self._profile()
-        groups = len(info.kv_groups)
+        groups = len(windows)
         needed = NUM_BLOCKS * groups + 1
         if self.profile.num_blocks < needed:
             raise UnusableError(
                 f"expected at least {needed} blocks to try tables with, got {self.profile.num_blocks}; "
                 "give the executor more memory, or smaller blocks"
             )
+        self.blocks_beyond_windows = 16 + 3 * -(-self.beyond_windows // info.block_size)
+        num_blocks = min(max(NUM_BLOCKS, self.blocks_beyond_windows), (self.profile.num_blocks - 1) // groups)
         host_blocks = min(NUM_HOST_BLOCKS, self.profile.num_host_blocks // groups)
-        self.geometry = Geometry(info.block_size, groups, NUM_BLOCKS, host_blocks)
+        self.geometry = Geometry(info.block_size, windows, num_blocks, host_blocks)
 
     async def fresh(self) -> int:
         """Starts an empty cache under the kit's limits. Returns its epoch."""
@@ -213,6 +224,22 @@ class Target:
             except TimeoutError:
                 raise UnusableError(f"no answer from {self.address} within {self.answer_within:g} s") from None
             await asyncio.sleep(0.2)
+
+
+def _window_of(group: pb.KvGroup) -> int:
+    """How many tokens the layers of a group read, 0 for all.
+
+    Raises:
+        UnusableError: The kit does not know how they use their blocks.
+    """
+    if group.type == pb.KV_GROUP_TYPE_FULL_ATTENTION:
+        return 0
+    if group.type == pb.KV_GROUP_TYPE_SLIDING_WINDOW and group.window >= 1:
+        return group.window
+    raise UnusableError(
+        "this kit tries KV groups of full attention and of sliding windows of at least 1 token, got KvGroupType "
+        f"{group.type} with a window of {group.window}"
+    )
 
 
 def unexpected(error: grpc.aio.AioRpcError) -> CaseFailedError | ExecutorGoneError:

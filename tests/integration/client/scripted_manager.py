@@ -250,6 +250,10 @@ class _Registry(registry_grpc.ExecutorRegistryServiceServicer):
     async def ListExecutors(self, request: Any, context: Any) -> Any:
         return await _unary(self._scripts, "ListExecutors", request, context, EXECUTORS)
 
+    async def SwitchExecutor(self, request: Any, context: Any) -> Any:
+        response = registry_pb.SwitchExecutorResponse(previous_executor_id="ex-1")
+        return await _unary(self._scripts, "SwitchExecutor", request, context, response)
+
 
 async def _unary(scripts: Scripts, method: str, request: Any, context: Any, default: Any) -> Any:
     recorded = type(request)()

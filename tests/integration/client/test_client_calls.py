@@ -18,6 +18,7 @@ import kvplane_client.client
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2
+from kvplane.kvmanager.v1 import executor_registry_service_pb2 as registry_pb
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 from kvplane.kvmanager.v1 import kv_manager_service_pb2 as manager_pb
 from kvplane_client import (
@@ -145,6 +146,21 @@ async def test_list_executors_and_reset_prefix_cache(client: AsyncClient, manage
         await client.reset_prefix_cache()
 
 
+async def test_switch_executor_names_the_one_and_returns_the_other(
+    client: AsyncClient, manager: ScriptedManager
+) -> None:
+    assert await client.switch_executor("ex-2") == "ex-1"
+    assert manager.scripts.of("SwitchExecutor") == [registry_pb.SwitchExecutorRequest(executor_id="ex-2")]
+    manager.scripts.unary["SwitchExecutor"] = [
+        fail(grpc.StatusCode.NOT_FOUND, "no executor", "EXECUTOR_NOT_FOUND"),
+        fail(grpc.StatusCode.FAILED_PRECONDITION, "it is active", "EXECUTOR_ALREADY_ACTIVE"),
+    ]
+    with pytest.raises(NotFoundError, match="no executor"):
+        await client.switch_executor("ex-3")
+    with pytest.raises(FailedPreconditionError, match="it is active"):
+        await client.switch_executor("ex-1")
+
+
 async def test_pins_are_made_listed_and_unmade(client: AsyncClient, manager: ScriptedManager) -> None:
     pinned = await client.pin_prefix("system", np.array([1, 2], np.int64), cache_salt="s", tenant="t")
     assert pinned == PinnedPrefix("system", num_tokens=70, num_blocks=4, held_blocks=3)
@@ -225,6 +241,7 @@ def test_sync_client_offers_every_call(threaded_manager: ThreadedManager) -> Non
         assert client.list_pinned_prefixes().max_blocks == 25
         client.unpin_prefix("system")
         assert len(client.list_executors()) == 1
+        assert client.switch_executor("ex-2") == "ex-1"
         client.abort("x")
     with pytest.raises(FailedPreconditionError, match="closed"):
         client.get_model()

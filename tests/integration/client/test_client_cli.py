@@ -297,7 +297,7 @@ def test_error_is_explained_without_a_traceback(cli: Cli, threaded_manager: Thre
     "arguments",
     [
         ["generate", "a"], ["stats"], ["requests"], ["blocks"], ["events"], ["executors"], ["abort", "x"],
-        ["model", "info"], ["reset-cache"], ["stats", "--wait", "0.2"],
+        ["model", "info"], ["reset-cache"], ["stats", "--wait", "0.2"], ["switch-executor", "x"],
     ],
 )  # fmt: skip
 def test_unreachable_server_exits_with_3(nobody: Cli, arguments: list[str]) -> None:
@@ -626,6 +626,16 @@ def test_abort_and_reset_cache_say_what_they_did(cli: Cli, threaded_manager: Thr
     assert lines(cli("reset-cache", "--json")) == [{"blocks_forgotten": 4}]
     threaded_manager.scripts.unary["Abort"] = [fail(grpc.StatusCode.NOT_FOUND, "no request x", "REQUEST_NOT_FOUND")]
     assert cli("abort", "x").exit_code == 1
+
+
+def test_switch_executor_says_who_is_active_and_who_stands_by(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    assert cli("switch-executor", "ex-2").stdout == "ex-2 is active; ex-1 stands by\n"
+    assert lines(cli("switch-executor", "ex-2", "--json")) == [{"active": "ex-2", "previous": "ex-1"}]
+    refusal = fail(grpc.StatusCode.FAILED_PRECONDITION, "not ready", "EXECUTOR_NOT_READY")
+    threaded_manager.scripts.unary["SwitchExecutor"] = [refusal]
+    refused = cli("switch-executor", "ex-2")
+    assert refused.exit_code == 1
+    assert "not ready" in refused.stderr
 
 
 HOSTILE = "\x1b]0;pwn\x07\x1b[2J\x9b1A\u202e[b]\r\nx"

@@ -53,6 +53,7 @@ class FakeEngine:
     events: KvEvents = field(default_factory=lambda: KvEvents(8))
     snapshot: list[tuple[int, BlockContent]] = field(default_factory=list)
     pinned: dict[str, PinnedPrefix] = field(default_factory=dict)
+    switched_to: list[str] = field(default_factory=list)
     stats_value: EngineStats = field(default_factory=lambda: EngineStats(1.5, ManagerState.SERVING))
 
     def check_open(self) -> None:
@@ -138,6 +139,11 @@ class FakeEngine:
 
     def kv_snapshot(self) -> list[tuple[int, BlockContent]]:
         return self.snapshot
+
+    async def switch_executor(self, executor_id: str) -> str:
+        self._check()
+        self.switched_to.append(executor_id)
+        return "executor-0"
 
     def model(self) -> ModelView:
         if self.model_view is None:

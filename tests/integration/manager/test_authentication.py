@@ -63,6 +63,7 @@ MAY_CALL = {
     "UpdateSequences": OPERATORS,
     "Register": {"worker"},
     "ListExecutors": {"worker", "root"},
+    "SwitchExecutor": OPERATORS,
 }
 METHODS = [
     method

@@ -13,12 +13,14 @@ from kvmanager_service.errors import (
     BatchTooLargeError,
     ExecutorIdReusedError,
     ExecutorRejectedError,
+    ExecutorSwitchError,
     PermissionDeniedError,
     PreconditionError,
     StaleBatchError,
     TooManyPoolsError,
     UnauthenticatedError,
     UnavailableError,
+    UnknownExecutorError,
     to_status,
 )
 
@@ -38,6 +40,8 @@ CODES = {
     BatchTooLargeError: "RESOURCE_EXHAUSTED",
     ExecutorIdReusedError: "ALREADY_EXISTS",
     ExecutorRejectedError: "FAILED_PRECONDITION",
+    ExecutorSwitchError: "FAILED_PRECONDITION",
+    UnknownExecutorError: "NOT_FOUND",
     PreconditionError: "FAILED_PRECONDITION",
     StaleBatchError: "ABORTED",
     TooManyPoolsError: "RESOURCE_EXHAUSTED",

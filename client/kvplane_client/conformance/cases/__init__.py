@@ -7,6 +7,7 @@ from kvplane_client.conformance.cases import (
     copies,
     epochs,
     feeds,
+    groups,
     handshake,
     malformed,
     numerics,
@@ -16,12 +17,16 @@ from kvplane_client.conformance.cases import (
     streams,
     tables,
     tags,
+    windows,
 )
 from kvplane_client.conformance.registry import Case
 
 __all__ = ["all_cases"]
 
-_TOPICS = (handshake, steps, epochs, streams, tables, rows, cache, feeds, copies, tags, sampling, malformed, numerics)
+_TOPICS = (
+    handshake, steps, epochs, streams, tables, groups, windows, rows, cache, feeds, copies, tags, sampling, malformed,
+    numerics,
+)  # fmt: skip
 
 
 def all_cases() -> list[Case]:

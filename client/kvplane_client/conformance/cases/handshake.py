@@ -51,6 +51,8 @@ async def model_info(bench: Bench) -> None:
         sizes = (group.num_layers, group.num_kv_heads, group.head_dim, group.bytes_per_block)
         bench.true(min(sizes) >= 1, "KvGroup.bytes_per_block: bytes_per_block is bytes one block takes over all layers "
                    "of the group.", "layers, heads, head_dim and bytes of at least 1", sizes)  # fmt: skip
+        if group.type != pb.KV_GROUP_TYPE_SLIDING_WINDOW:
+            bench.equal(group.window, 0, "KvGroup.window: At least 1 there, 0 for other types.")
 
 
 @TOPIC.case("GetModelInfoResponse.executor_id: executor_id is unique to one run of the executor.")

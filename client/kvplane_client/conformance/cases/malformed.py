@@ -56,7 +56,13 @@ _FAR = 2**31 - 1
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What wrong numbers depend on. blocks: physical, the null block included."""
+    """What wrong numbers depend on.
+
+    Attributes:
+        blocks: Physical, the null block included.
+        resting: A block of the sequence that rests, in the group.
+        group: The KV group whose table is spoiled: the first one's, then the last one's.
+    """
 
     block_size: int
     blocks: int
@@ -66,6 +72,7 @@ class _Sizes:
     max_model_len: int
     max_logprobs: int
     resting: int
+    group: int
 
 
 Spoil = Callable[[pb.ExecuteRequest, _Sizes], None]
@@ -83,7 +90,7 @@ def _case(name: str, contract: str, summary: str, spoil: Spoil) -> None:
                 await stream.decode(resting, 1)
             rows = [bench.track(bench.block_size + 2, salt=salt).next() for salt in (1, 2)]
             request = stream.build(*rows)
-            spoil(request, _sizes(bench, resting.blocks[0]))
+            spoil(request, _sizes(bench, resting.blocks[0], 0 if first else bench.geometry.num_groups - 1))
             await stream.write(request)
             step_id = 1 if first else 2
             await stream.error(grpc.StatusCode.INVALID_ARGUMENT, contract, step_id=step_id)
@@ -93,7 +100,7 @@ def _case(name: str, contract: str, summary: str, spoil: Spoil) -> None:
     TOPIC.add(name, contract, summary, run)
 
 
-def _sizes(bench: Bench, resting: int) -> _Sizes:
+def _sizes(bench: Bench, resting: int, group: int) -> _Sizes:
     geometry = bench.geometry
     return _Sizes(
         block_size=geometry.block_size,
@@ -103,7 +110,8 @@ def _sizes(bench: Bench, resting: int) -> _Sizes:
         max_batched_tokens=bench.target.max_batched_tokens,
         max_model_len=bench.info.max_model_len,
         max_logprobs=bench.info.max_logprobs,
-        resting=geometry.physical(resting, 0),
+        resting=geometry.physical(resting, group),
+        group=group,
     )
 
 
@@ -133,9 +141,9 @@ def _each_column() -> None:
         "query_indptr": lambda step: step.query_indptr,
         "token_ids": lambda step: step.token_ids,
         "positions": lambda step: step.positions,
-        "block_indptr": lambda step: step.block_tables[0].block_indptr,
-        "block_ids": lambda step: step.block_tables[0].block_ids,
-        "last_block_len": lambda step: step.block_tables[0].last_block_len,
+        "block_indptr": lambda step: step.block_tables[-1].block_indptr,
+        "block_ids": lambda step: step.block_tables[-1].block_ids,
+        "last_block_len": lambda step: step.block_tables[-1].last_block_len,
         "sampling_rows": lambda step: step.sampling.rows,
         "params_index": lambda step: step.sampling.params_index,
     }
@@ -224,11 +232,13 @@ _case("tokens_more_than_profiled", _MOST, "A step has more tokens than max_num_b
 _case("tables_missing", _TABLES, "There is no block table.", lambda step, _: step.ClearField("block_tables"))
 _case("tables_one_too_many", _TABLES, "There is a table for a KV group that the model lacks.",
       lambda step, _: step.block_tables.add().CopyFrom(step.block_tables[0]))  # fmt: skip
+_case("tables_one_missing", _TABLES, "The last KV group has no table.",
+      lambda step, _: step.block_tables.__delitem__(-1))  # fmt: skip
 
 
 def _table(name: str, contract: str, summary: str, spoil: Callable[[pb.BlockTables, _Sizes], None]) -> None:
-    """Registers a case that spoils the table of the first group."""
-    _case(name, contract, summary, lambda step, sizes: spoil(step.block_tables[0], sizes))
+    """Registers a case that spoils the table of a group."""
+    _case(name, contract, summary, lambda step, sizes: spoil(step.block_tables[sizes.group], sizes))
 
 
 def _put_blocks(table: pb.BlockTables, block_ids: Sequence[int]) -> None:
@@ -251,7 +261,7 @@ _table("block_missing", _EXACTLY, "A row's table lacks its last block.",
        lambda table, _: _put_blocks(table, values_of(table.block_ids)[:-1]))  # fmt: skip
 _table("block_too_many", _EXACTLY, "A row's table has a block more than its sequence needs.",
        lambda table, sizes: _put_blocks(table, [*values_of(table.block_ids), sizes.resting]))  # fmt: skip
-_table("block_null", _IDS, "The null block stands in a table of full attention.",
+_table("block_null", _IDS, "The null block stands where a row reads.",
        lambda table, _: _edit(table.block_ids, _put(0, 0)))  # fmt: skip
 _table("block_negative", _IDS, "A block id is -1.", lambda table, _: _edit(table.block_ids, _put(0, -1)))
 _table("block_beyond_cache", _IDS, "A block id is num_blocks.",

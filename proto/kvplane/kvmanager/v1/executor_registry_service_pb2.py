@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n4kvplane/kvmanager/v1/executor_registry_service.proto\x12\x14kvplane.kvmanager.v1\"7\n\x0fRegisterRequest\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"8\n\x10RegisterResponse\x12\x10\n\x08lease_ms\x18\x01 \x01(\x05\x12\x12\n\nmanager_id\x18\x02 \x01(\t\"\x16\n\x14ListExecutorsRequest\"N\n\x15ListExecutorsResponse\x12\x35\n\texecutors\x18\x01 \x03(\x0b\x32\".kvplane.kvmanager.v1.ExecutorInfo\"\x98\x01\n\x0c\x45xecutorInfo\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x32\n\x05state\x18\x03 \x01(\x0e\x32#.kvplane.kvmanager.v1.ExecutorState\x12\x1a\n\x12lease_remaining_ms\x18\x04 \x01(\x05\x12\x12\n\nlast_error\x18\x05 \x01(\t*\x85\x01\n\rExecutorState\x12\x1e\n\x1a\x45XECUTOR_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x45XECUTOR_STATE_STANDBY\x10\x01\x12\x1d\n\x19\x45XECUTOR_STATE_CONNECTING\x10\x02\x12\x19\n\x15\x45XECUTOR_STATE_ACTIVE\x10\x03\x32\xde\x01\n\x17\x45xecutorRegistryService\x12Y\n\x08Register\x12%.kvplane.kvmanager.v1.RegisterRequest\x1a&.kvplane.kvmanager.v1.RegisterResponse\x12h\n\rListExecutors\x12*.kvplane.kvmanager.v1.ListExecutorsRequest\x1a+.kvplane.kvmanager.v1.ListExecutorsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n4kvplane/kvmanager/v1/executor_registry_service.proto\x12\x14kvplane.kvmanager.v1\"7\n\x0fRegisterRequest\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"8\n\x10RegisterResponse\x12\x10\n\x08lease_ms\x18\x01 \x01(\x05\x12\x12\n\nmanager_id\x18\x02 \x01(\t\"\x16\n\x14ListExecutorsRequest\"N\n\x15ListExecutorsResponse\x12\x35\n\texecutors\x18\x01 \x03(\x0b\x32\".kvplane.kvmanager.v1.ExecutorInfo\",\n\x15SwitchExecutorRequest\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\t\"6\n\x16SwitchExecutorResponse\x12\x1c\n\x14previous_executor_id\x18\x01 \x01(\t\"\x98\x01\n\x0c\x45xecutorInfo\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x32\n\x05state\x18\x03 \x01(\x0e\x32#.kvplane.kvmanager.v1.ExecutorState\x12\x1a\n\x12lease_remaining_ms\x18\x04 \x01(\x05\x12\x12\n\nlast_error\x18\x05 \x01(\t*\x85\x01\n\rExecutorState\x12\x1e\n\x1a\x45XECUTOR_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x45XECUTOR_STATE_STANDBY\x10\x01\x12\x1d\n\x19\x45XECUTOR_STATE_CONNECTING\x10\x02\x12\x19\n\x15\x45XECUTOR_STATE_ACTIVE\x10\x03\x32\xcb\x02\n\x17\x45xecutorRegistryService\x12Y\n\x08Register\x12%.kvplane.kvmanager.v1.RegisterRequest\x1a&.kvplane.kvmanager.v1.RegisterResponse\x12h\n\rListExecutors\x12*.kvplane.kvmanager.v1.ListExecutorsRequest\x1a+.kvplane.kvmanager.v1.ListExecutorsResponse\x12k\n\x0eSwitchExecutor\x12+.kvplane.kvmanager.v1.SwitchExecutorRequest\x1a,.kvplane.kvmanager.v1.SwitchExecutorResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvplane.kvmanager.v1.executor_registry_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EXECUTORSTATE']._serialized_start=453
-  _globals['_EXECUTORSTATE']._serialized_end=586
+  _globals['_EXECUTORSTATE']._serialized_start=555
+  _globals['_EXECUTORSTATE']._serialized_end=688
   _globals['_REGISTERREQUEST']._serialized_start=78
   _globals['_REGISTERREQUEST']._serialized_end=133
   _globals['_REGISTERRESPONSE']._serialized_start=135
@@ -41,8 +41,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTEXECUTORSREQUEST']._serialized_end=215
   _globals['_LISTEXECUTORSRESPONSE']._serialized_start=217
   _globals['_LISTEXECUTORSRESPONSE']._serialized_end=295
-  _globals['_EXECUTORINFO']._serialized_start=298
-  _globals['_EXECUTORINFO']._serialized_end=450
-  _globals['_EXECUTORREGISTRYSERVICE']._serialized_start=589
-  _globals['_EXECUTORREGISTRYSERVICE']._serialized_end=811
+  _globals['_SWITCHEXECUTORREQUEST']._serialized_start=297
+  _globals['_SWITCHEXECUTORREQUEST']._serialized_end=341
+  _globals['_SWITCHEXECUTORRESPONSE']._serialized_start=343
+  _globals['_SWITCHEXECUTORRESPONSE']._serialized_end=397
+  _globals['_EXECUTORINFO']._serialized_start=400
+  _globals['_EXECUTORINFO']._serialized_end=552
+  _globals['_EXECUTORREGISTRYSERVICE']._serialized_start=691
+  _globals['_EXECUTORREGISTRYSERVICE']._serialized_end=1022
 # @@protoc_insertion_point(module_scope)

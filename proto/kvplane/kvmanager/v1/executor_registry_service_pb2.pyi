@@ -127,6 +127,44 @@ class ListExecutorsResponse(google.protobuf.message.Message):
 Global___ListExecutorsResponse: typing_extensions.TypeAlias = ListExecutorsResponse
 
 @typing.final
+class SwitchExecutorRequest(google.protobuf.message.Message):
+    """SwitchExecutorRequest names the executor to move on to."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EXECUTOR_ID_FIELD_NUMBER: builtins.int
+    executor_id: builtins.str
+    """executor_id of a registered executor. One that is not registered gets NOT_FOUND."""
+    def __init__(
+        self,
+        *,
+        executor_id: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["executor_id", b"executor_id"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___SwitchExecutorRequest: typing_extensions.TypeAlias = SwitchExecutorRequest
+
+@typing.final
+class SwitchExecutorResponse(google.protobuf.message.Message):
+    """SwitchExecutorResponse says what was changed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREVIOUS_EXECUTOR_ID_FIELD_NUMBER: builtins.int
+    previous_executor_id: builtins.str
+    """previous_executor_id is the executor that was active before."""
+    def __init__(
+        self,
+        *,
+        previous_executor_id: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["previous_executor_id", b"previous_executor_id"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___SwitchExecutorResponse: typing_extensions.TypeAlias = SwitchExecutorResponse
+
+@typing.final
 class ExecutorInfo(google.protobuf.message.Message):
     """ExecutorInfo describes a registered executor."""
 

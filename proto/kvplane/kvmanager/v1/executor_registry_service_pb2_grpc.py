@@ -46,6 +46,11 @@ class ExecutorRegistryServiceStub(object):
                 request_serializer=kvplane_dot_kvmanager_dot_v1_dot_executor__registry__service__pb2.ListExecutorsRequest.SerializeToString,
                 response_deserializer=kvplane_dot_kvmanager_dot_v1_dot_executor__registry__service__pb2.ListExecutorsResponse.FromString,
                 _registered_method=True)
+        self.SwitchExecutor = channel.unary_unary(
+                '/kvplane.kvmanager.v1.ExecutorRegistryService/SwitchExecutor',
+                request_serializer=kvplane_dot_kvmanager_dot_v1_dot_executor__registry__service__pb2.SwitchExecutorRequest.SerializeToString,
+                response_deserializer=kvplane_dot_kvmanager_dot_v1_dot_executor__registry__service__pb2.SwitchExecutorResponse.FromString,
+                _registered_method=True)
 
 
 class ExecutorRegistryServiceServicer(object):
@@ -73,6 +78,19 @@ class ExecutorRegistryServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SwitchExecutor(self, request, context):
+        """SwitchExecutor moves on to another executor on purpose; for operators. It returns when that one is active. Until it
+        is ready the present one goes on; then what runs is computed anew on the other, and streams go on without a gap. The
+        present one becomes a standby. A call that ends early does not take the order back. Errors: NOT_FOUND for an executor
+        that is not registered, FAILED_PRECONDITION for one that is active already (EXECUTOR_ALREADY_ACTIVE), that the
+        manager cannot use (the reason that Register gives) or that was not ready when it was tried (EXECUTOR_NOT_READY), and
+        while another order is carried out (SWITCH_UNDER_WAY); UNAVAILABLE when there is no active executor, or it is lost
+        meanwhile: the manager looks for the next one by itself then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ExecutorRegistryServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -85,6 +103,11 @@ def add_ExecutorRegistryServiceServicer_to_server(servicer, server):
                     servicer.ListExecutors,
                     request_deserializer=kvplane_dot_kvmanager_dot_v1_dot_executor__registry__service__pb2.ListExecutorsRequest.FromString,
                     response_serializer=kvplane_dot_kvmanager_dot_v1_dot_executor__registry__service__pb2.ListExecutorsResponse.SerializeToString,
+            ),
+            'SwitchExecutor': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwitchExecutor,
+                    request_deserializer=kvplane_dot_kvmanager_dot_v1_dot_executor__registry__service__pb2.SwitchExecutorRequest.FromString,
+                    response_serializer=kvplane_dot_kvmanager_dot_v1_dot_executor__registry__service__pb2.SwitchExecutorResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -143,6 +166,33 @@ class ExecutorRegistryService(object):
             '/kvplane.kvmanager.v1.ExecutorRegistryService/ListExecutors',
             kvplane_dot_kvmanager_dot_v1_dot_executor__registry__service__pb2.ListExecutorsRequest.SerializeToString,
             kvplane_dot_kvmanager_dot_v1_dot_executor__registry__service__pb2.ListExecutorsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwitchExecutor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.kvmanager.v1.ExecutorRegistryService/SwitchExecutor',
+            kvplane_dot_kvmanager_dot_v1_dot_executor__registry__service__pb2.SwitchExecutorRequest.SerializeToString,
+            kvplane_dot_kvmanager_dot_v1_dot_executor__registry__service__pb2.SwitchExecutorResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,15 @@ class ExecutorRegistryServiceStub:
     """
     ListExecutors: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsResponse]
     """ListExecutors returns the executors whose lease is valid, in order of registration."""
+    SwitchExecutor: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.SwitchExecutorRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.SwitchExecutorResponse]
+    """SwitchExecutor moves on to another executor on purpose; for operators. It returns when that one is active. Until it
+    is ready the present one goes on; then what runs is computed anew on the other, and streams go on without a gap. The
+    present one becomes a standby. A call that ends early does not take the order back. Errors: NOT_FOUND for an executor
+    that is not registered, FAILED_PRECONDITION for one that is active already (EXECUTOR_ALREADY_ACTIVE), that the
+    manager cannot use (the reason that Register gives) or that was not ready when it was tried (EXECUTOR_NOT_READY), and
+    while another order is carried out (SWITCH_UNDER_WAY); UNAVAILABLE when there is no active executor, or it is lost
+    meanwhile: the manager looks for the next one by itself then.
+    """
 
 @typing.type_check_only
 class ExecutorRegistryServiceAsyncStub(ExecutorRegistryServiceStub):
@@ -59,6 +68,15 @@ class ExecutorRegistryServiceAsyncStub(ExecutorRegistryServiceStub):
     """
     ListExecutors: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsResponse]  # type: ignore[assignment]
     """ListExecutors returns the executors whose lease is valid, in order of registration."""
+    SwitchExecutor: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.SwitchExecutorRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.SwitchExecutorResponse]  # type: ignore[assignment]
+    """SwitchExecutor moves on to another executor on purpose; for operators. It returns when that one is active. Until it
+    is ready the present one goes on; then what runs is computed anew on the other, and streams go on without a gap. The
+    present one becomes a standby. A call that ends early does not take the order back. Errors: NOT_FOUND for an executor
+    that is not registered, FAILED_PRECONDITION for one that is active already (EXECUTOR_ALREADY_ACTIVE), that the
+    manager cannot use (the reason that Register gives) or that was not ready when it was tried (EXECUTOR_NOT_READY), and
+    while another order is carried out (SWITCH_UNDER_WAY); UNAVAILABLE when there is no active executor, or it is lost
+    meanwhile: the manager looks for the next one by itself then.
+    """
 
 class ExecutorRegistryServiceServicer(metaclass=abc.ABCMeta):
     """ExecutorRegistryService keeps the list of executors. A manager with --api-keys lets executors register, and shows them
@@ -87,5 +105,20 @@ class ExecutorRegistryServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsResponse]]:
         """ListExecutors returns the executors whose lease is valid, in order of registration."""
+
+    @abc.abstractmethod
+    def SwitchExecutor(
+        self,
+        request: kvplane.kvmanager.v1.executor_registry_service_pb2.SwitchExecutorRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvplane.kvmanager.v1.executor_registry_service_pb2.SwitchExecutorResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.executor_registry_service_pb2.SwitchExecutorResponse]]:
+        """SwitchExecutor moves on to another executor on purpose; for operators. It returns when that one is active. Until it
+        is ready the present one goes on; then what runs is computed anew on the other, and streams go on without a gap. The
+        present one becomes a standby. A call that ends early does not take the order back. Errors: NOT_FOUND for an executor
+        that is not registered, FAILED_PRECONDITION for one that is active already (EXECUTOR_ALREADY_ACTIVE), that the
+        manager cannot use (the reason that Register gives) or that was not ready when it was tried (EXECUTOR_NOT_READY), and
+        while another order is carried out (SWITCH_UNDER_WAY); UNAVAILABLE when there is no active executor, or it is lost
+        meanwhile: the manager looks for the next one by itself then.
+        """
 
 def add_ExecutorRegistryServiceServicer_to_server(servicer: ExecutorRegistryServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
