@@ -125,7 +125,14 @@ class ExecutorConfig(BaseSettings):
         description="Launch the kernels of every decode step one by one. Default: on a GPU, and where the backend's"
         " kernels allow it (triton), decode steps are recorded as CUDA graphs and replayed.",
     )
-    cache_dir: Path | None = Field(None, description="Folder for converted models. Default: the user's cache folder.")
+    cache_dir: Path | None = Field(
+        None, description="Folder for converted models and compiled kernels. Default: the user's cache folder."
+    )
+    native_kernels: bool = Field(
+        True,
+        description="On a CPU, compile kernels for it at the first start, where there is a C++ compiler (CXX, g++ or"
+        " clang++); without them, or one, torch's own are used.",
+    )
     exit_with_parent: bool = Field(
         False,
         description="End at once when standard input ends: for a program that starts this one and holds the other end.",
