@@ -73,19 +73,33 @@ inline Floats round_to(Floats values) {
     return load(kept);
 }
 
-inline float sum(Floats values) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += values[i];
-    return total;
+// Lane i of the result is lane from[i] of the first, or from[i] - LANES of the second.
+inline Floats shuffle(Floats first, Floats second, Ints from) {
+#if defined(__clang__)
+    Floats out;
+    for (int i = 0; i < LANES; i++) out[i] = from[i] < LANES ? first[from[i]] : second[from[i] - LANES];
+    return out;
+#else
+    return __builtin_shuffle(first, second, from);
+#endif
 }
 
-inline float largest(Floats values) {
-    float most = values[0];
-    for (int i = 1; i < LANES; i++) most = std::max(most, values[i]);
-    return most;
+const Ints EACH = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+inline float sum(Floats values) {
+    for (int step = LANES / 2; step; step /= 2) values += shuffle(values, values, EACH ^ step);
+    return values[0];
 }
 
 inline Floats select(Ints which, Floats yes, Floats no) { return (Floats)(((Ints)yes & which) | ((Ints)no & ~which)); }
+
+inline float largest(Floats values) {
+    for (int step = LANES / 2; step; step /= 2) {
+        const Floats others = shuffle(values, values, EACH ^ step);
+        values = select(values > others, values, others);
+    }
+    return values[0];
+}
 
 // e^x within 2 units in the last place, 0 below -87; x <= 88; NaN stays NaN. After Cephes' expf: x = n ln 2 + r, and a
 // polynomial in r.
@@ -268,14 +282,31 @@ void dispatch_accumulate(int count, const float* w, const float* v, int dim, con
         dispatch_accumulate<N - 1>(count, w, v, dim, scales, sums);
 }
 
-// 16 x 16 floats, transposed: in from 16 rows `ld` apart, out to 16 rows TILE apart.
-inline void transpose(const float* in, int ld, float* out) {
-    for (int i = 0; i < LANES; i++)
-        for (int j = 0; j < LANES; j++) out[j * TILE + i] = in[i * ld + j];
+// One round of a transposition: of rows that differ in this bit of their number, quarters change places.
+template <int BIT>
+inline void exchange(Floats* rows) {
+    const Ints low = ((EACH & BIT) != 0) & (LANES - BIT), high = ((EACH & BIT) == 0) & BIT;
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+        if (i & BIT) continue;
+        const Floats first = rows[i], second = rows[i | BIT];
+        rows[i] = shuffle(first, second, EACH + low);
+        rows[i | BIT] = shuffle(first, second, EACH + high + (((EACH & BIT) != 0) & LANES));
+    }
+}
+
+// 16 x 16 values, transposed: in from 16 rows, out to 16 rows TILE apart.
+inline void transpose(Floats* rows, float* out) {
+    exchange<8>(rows);
+    exchange<4>(rows);
+    exchange<2>(rows);
+    exchange<1>(rows);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) store(out + i * TILE, rows[i]);
 }
 
 struct Workspace {
-    std::vector<float> queries, sums, scores, keys, values, lines, most, total, scales;
+    std::vector<float> queries, sums, scores, keys, values, most, total, scales;
 
     void reserve(int dim, size_t vectors) {
         queries.resize(vectors * dim);
@@ -283,7 +314,6 @@ struct Workspace {
         scores.resize(vectors * TILE);
         keys.resize(size_t(TILE) * dim);
         values.resize(size_t(TILE) * dim);
-        lines.resize(size_t(TILE) * dim);
         most.resize(vectors);
         total.resize(vectors);
         scales.resize(vectors);
@@ -292,7 +322,7 @@ struct Workspace {
 
 // One KV head of tokens [first, last) of a row: its queries against all keys they see, by an online softmax.
 template <typename T>
-void attend_part(const T* query, int64_t ld_q, const T* keys, const T* values, const Rows& rows, int64_t row, int64_t first,
+__attribute__((noinline)) void attend_part(const T* query, int64_t ld_q, const T* keys, const T* values, const Rows& rows, int64_t row, int64_t first,
                  int64_t last, int64_t head, int64_t kv_heads, int64_t share, int dim, float scaling, T* out, Workspace& own) {
     const int64_t start = rows.query_indptr[row], length = rows.query_indptr[row + 1] - start;
     const int64_t before = rows.seq_lens[row] - length;  // position of the row's first token
@@ -310,24 +340,30 @@ void attend_part(const T* query, int64_t ld_q, const T* keys, const T* values, c
     }
     const int64_t seen = before + last;
     const int64_t oldest = rows.window ? std::max<int64_t>(0, before + first - rows.window + 1) : 0;
+    int64_t block = oldest / rows.block_size, offset = oldest % rows.block_size;
     for (int64_t tile = oldest; tile < seen; tile += TILE) {
         const int filled = int(std::min<int64_t>(TILE, seen - tile));
-        for (int t = 0; t < TILE; t++) {
-            // Past the end the last key stands in: it is masked, and what lies in unused slots may be no number.
-            const int64_t position = tile + std::min(t, filled - 1);
-            const int64_t slot = int64_t(table[position / rows.block_size]) * rows.block_size + position % rows.block_size;
-            const T *k = keys + slot * width + head * dim, *v = values + slot * width + head * dim;
+        int64_t slots[TILE];
+        for (int t = 0; t < filled; t++) {
+            slots[t] = int64_t(table[block]) * rows.block_size + offset;
+            if (++offset == rows.block_size) block++, offset = 0;
+        }
+        // Past the end the last key stands in: it is masked, and what lies in unused slots may be no number.
+        for (int t = filled; t < TILE; t++) slots[t] = slots[filled - 1];
+        for (int t = 0; t < TILE; t += LANES) {
             for (int d = 0; d < dim; d += LANES) {
-                store(&own.lines[t * dim + d], load(k + d));
-                store(&own.values[t * dim + d], load(v + d));
+                Floats lines[LANES];
+#pragma GCC unroll 16
+                for (int i = 0; i < LANES; i++) {
+                    const int64_t at = slots[t + i] * width + head * dim + d;
+                    lines[i] = load(keys + at);
+                    store(&own.values[(t + i) * dim + d], load(values + at));
+                }
+                transpose(lines, &own.keys[d * TILE + t]);
             }
         }
-        for (int t = 0; t < TILE; t += LANES)
-            for (int d = 0; d < dim; d += LANES) transpose(&own.lines[t * dim + d], dim, &own.keys[d * TILE + t]);
         for (int n = 0; n < count; n += GROUP)
             dispatch_score<GROUP>(std::min(GROUP, count - n), &own.queries[n * dim], own.keys.data(), dim, &own.scores[n * TILE]);
-        Ints lane;
-        for (int i = 0; i < LANES; i++) lane[i] = i;
         for (int n = 0; n < count; n++) {
             const int64_t at = before + first + n / share;
             // Keys of this tile that the token sees: from `low` to below `high`.
@@ -336,8 +372,8 @@ void attend_part(const T* query, int64_t ld_q, const T* keys, const T* values, c
             Floats left = load(&own.scores[n * TILE]), right = load(&own.scores[n * TILE + LANES]);
             if (high < TILE || low > 0) {
                 const Floats none = splat(-INFINITY);
-                left = select((lane < high) & (lane >= low), left, none);
-                right = select((lane + LANES < high) & (lane + LANES >= low), right, none);
+                left = select((EACH < high) & (EACH >= low), left, none);
+                right = select((EACH + LANES < high) & (EACH + LANES >= low), right, none);
             }
             if (high <= low) {  // the token sees nothing here
                 store(&own.scores[n * TILE], splat(0.0f));
