@@ -30,7 +30,7 @@ from executor_service.fused_layers import fuse_layers
 from executor_service.gguf_conversion import default_cache_dir
 from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.kernels.fp8 import FP8_TYPES, LayerCodecs, layer_codecs
-from executor_service.kernels.native_paged import NativeKernels
+from executor_service.kernels.native_paged import NO_WORKSPACE, NativeKernels
 from executor_service.kernels.paged_kernels import PagedKernels
 from executor_service.kernels.torch_paged import TorchKernels
 from executor_service.kv_cache import KvLayout, PagedKvCache
@@ -186,6 +186,8 @@ class TorchBackend(Backend):
                 gathered += layout.bytes_per_token_and_layer * 3 // 2
             self._limits = AttentionLimits(max(1, _GATHER_BYTES // gathered))
             self._kernels = self._make_kernels(loaded, layout, self._limits)
+            if isinstance(self._kernels, NativeKernels):
+                self._limits = NO_WORKSPACE
             self._runner = ModelRunner(loaded.model, self._kernels, groups)
             self._groups = groups
             require_swap_space(config.swap_space, layout.bytes_per_block)

@@ -15,12 +15,16 @@ import numpy as np
 import torch
 
 from executor_service.backends.base import Int32
+from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.kernels.block_copy import copy_within
 from executor_service.kernels.fp8 import PLAIN, LayerCodecs
 from executor_service.kernels.paged_kernels import GroupStep, PagedKernels, StepAttention
 from executor_service.native.ops import LANES, NativeOps, PagedRows
 
-__all__ = ["NativeKernels"]
+__all__ = ["NO_WORKSPACE", "NativeKernels"]
+
+# What a step takes does not grow with its contexts: the memory profile need not compute long ones.
+NO_WORKSPACE = AttentionLimits(gather_tokens=1, mask_elements=1, index_elements=0)
 
 
 class NativeStep(StepAttention):
