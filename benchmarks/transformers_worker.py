@@ -1,4 +1,4 @@
-"""The other side of `bench_serve`: `transformers.generate`, one JSON line per batch on stdin and stdout.
+"""A peer of `bench_serve`: `transformers.generate`, one JSON line per batch on stdin and stdout.
 
 python -m benchmarks.transformers_worker MODEL DTYPE THREADS
 """

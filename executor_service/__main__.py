@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 
 import structlog
 
@@ -19,6 +20,7 @@ from executor_service.parent_watch import exit_with_parent
 
 def main() -> None:
     """Run the executor and end the process with its status."""
+    started = time.monotonic()
     config = parse_config(sys.argv[1:])
     if config.exit_with_parent:
         exit_with_parent()
@@ -34,7 +36,7 @@ def main() -> None:
         message = f"expected the libraries of an executor, got no {error.name}; {advice}"
         structlog.get_logger("executor_service").error("library_missing", error=message)
         sys.exit(1)
-    status = asyncio.run(serve_until_signal(config))
+    status = asyncio.run(serve_until_signal(config, started))
     sys.stdout.flush()
     sys.stderr.flush()
     # A stop while weights load leaves the compute thread inside the backend: the interpreter's own end would pull the

@@ -140,7 +140,14 @@ class ExecutorConfig(BaseSettings):
         le=3600,
         description="Seconds such a process waits in a step for the others before all of them end.",
     )
-    cache_dir: Path | None = Field(None, description="Folder for converted models. Default: the user's cache folder.")
+    cache_dir: Path | None = Field(
+        None, description="Folder for converted models and compiled kernels. Default: the user's cache folder."
+    )
+    native_kernels: bool = Field(
+        True,
+        description="On a CPU, compile kernels for it at the first start, where there is a C++ compiler (CXX, g++ or"
+        " clang++); without them, or one, torch's own are used.",
+    )
     exit_with_parent: bool = Field(
         False,
         description="End at once when standard input ends: for a program that starts this one and holds the other end.",

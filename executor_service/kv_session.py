@@ -29,6 +29,7 @@ from executor_service.block_tags import BlockTagStore
 from executor_service.errors import FailedPreconditionError, InvalidFieldError, NotServingError, StaleError
 from executor_service.input_batch import ParsedStep, StepLimits, fill_batch
 from executor_service.sampling_input import SamplingParser
+from executor_service.startup_times import StartupTimes
 
 __all__ = ["KvSession", "KvState", "StepOutcome"]
 
@@ -67,10 +68,12 @@ class KvSession:
 
     Args:
         backend: what computes. Owned: `close` closes it.
+        startup: told how long the parts of the first start take; None counts from here.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, startup: StartupTimes | None = None) -> None:
         self._backend = backend
+        self._startup = startup or StartupTimes()
         self._profiles: dict[tuple[int, int], MemoryProfile] = {}
         self._last_profiled: tuple[int, int] | None = None
         self._model_info: ModelInfo | None = None
@@ -90,7 +93,8 @@ class KvSession:
     def load(self) -> ModelInfo:
         """Load the backend's model. Raises what the backend raises."""
         started = time.monotonic()
-        info = self._backend.load()
+        with self._startup.part("model"):
+            info = self._backend.load()
         self._model_info = info
         _log.info(
             "model_loaded",
@@ -120,7 +124,8 @@ class KvSession:
             # takes the cache's memory.
             self.cache = None
         if key not in self._profiles:
-            self._profiles[key] = self._backend.profile_memory(*key)
+            with self._startup.part("memory_profile"):
+                self._profiles[key] = self._backend.profile_memory(*key)
         self._last_profiled = key
         return self._profiles[key]
 
@@ -140,7 +145,10 @@ class KvSession:
         ):
             if not least <= value <= most:
                 raise InvalidFieldError(name, f"{least} to {most}, as ProfileMemory reported", value)
-        return self._renew(num_blocks, num_host_blocks, *self._last_profiled)
+        with self._startup.part("kv_cache"):
+            cache = self._renew(num_blocks, num_host_blocks, *self._last_profiled)
+        self._startup.tell()
+        return cache
 
     def reset(self, kv_epoch: int) -> KvState:
         """Forget the content and the tags, keep the memory, start a new epoch.

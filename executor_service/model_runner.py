@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,25 +40,50 @@ class PagedStep:
     cache: PagedKvCache
     groups: LayerGroups
 
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Attention of one layer. Shape: query (T, H_q, D); key, value (T, H_kv, D); returns (T, H_q, D)."""
+        page = self.groups.page_of[layer]
+        keys, values = self.cache.keys[page], self.cache.values[page]
+        attention = self.attention[self.groups.group_of[layer]]
+        return attention.attend(query, key, value, keys, values, scaling=scaling, codecs=self.cache.codecs_of(layer))
+
+
+class AttentionCall(NamedTuple):
+    """What a layer asks of attention, over `window` tokens, 0 for all.
+
+    Shape:
+        query: (1, H_q, T, D); key, value: (1, H_kv, T, D).
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scaling: float
+    window: int
+
 
 @dataclass
 class ProbeStep:
     """Stands in for a PagedStep in the probe: notes what each layer passes.
 
     Shape:
-        seen[layer] = (H_kv, D); windows[layer] in tokens, 0 for full attention.
+        seen[layer] = (H_kv, D); windows[layer] in tokens, 0 for full attention; calls: by layer.
     """
 
     seen: dict[int, tuple[int, int]] = field(default_factory=dict)
     windows: dict[int, int] = field(default_factory=dict)
+    calls: dict[int, AttentionCall] = field(default_factory=dict)
 
-    def note(self, layer: int, key: torch.Tensor, value: torch.Tensor, window: int, refused: dict[str, Any]) -> None:
+    def note(self, layer: int, call: AttentionCall, refused: dict[str, Any]) -> None:
         """Check one layer's call.
 
         Raises:
             BackendError: the layer asks for something else than attention with or without a window, or its K and V
                 differ in shape.
         """
+        key, value = call.key, call.value
         wanted = sorted(name for name, value in refused.items() if value is not None)
         if wanted:
             raise BackendError(
@@ -76,10 +101,11 @@ class ProbeStep:
         if layer in self.seen:
             raise BackendError("MODEL_NOT_SUPPORTED", f"expected one attention call per layer, got two in {layer}")
         self.seen[layer] = (key.shape[1], key.shape[3])
-        self.windows[layer] = window
+        self.windows[layer] = call.window
+        self.calls[layer] = call
 
 
-def _attention_interface(
+def paged_attention_interface(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -100,12 +126,8 @@ def _attention_interface(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     if isinstance(paged_step, PagedStep):
-        page = paged_step.groups.page_of[layer]
-        keys, values = paged_step.cache.keys[page], paged_step.cache.values[page]
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-        attention = paged_step.attention[paged_step.groups.group_of[layer]]
-        out = attention.attend(q, k, v, keys, values, scaling=scaling, codecs=paged_step.cache.codecs_of(layer))
-        return out.unsqueeze(0), None
+        return paged_step.attend(layer, q, k, v, scaling).unsqueeze(0), None
     if paged_step is None:
         raise BackendError(
             "MODEL_NOT_SUPPORTED",
@@ -113,12 +135,12 @@ def _attention_interface(
             layer=layer,
         )
     refused = {name: kwargs.get(name) for name in _REFUSED_ARGUMENTS} | {"attention_mask": attention_mask}
-    paged_step.note(layer, key, value, sliding_window or 0, refused)
+    paged_step.note(layer, AttentionCall(query, key, value, scaling, sliding_window or 0), refused)
     return query.transpose(1, 2), None
 
 
 # transformers makes no mask for an attention that has no mask function of its own: rows end to end need none.
-AttentionInterface.register(ATTENTION_NAME, _attention_interface)
+AttentionInterface.register(ATTENTION_NAME, paged_attention_interface)
 
 
 def probe(model: PreTrainedModel, vocab_size: int) -> tuple[list[int], int, int]:
@@ -135,15 +157,11 @@ def probe(model: PreTrainedModel, vocab_size: int) -> tuple[list[int], int, int]
             the configuration says.
     """
     step = ProbeStep()
-    tokens = torch.arange(2, device=model.device).remainder(vocab_size).unsqueeze(0)
-    positions = torch.arange(2, device=model.device).unsqueeze(0)
-    with torch.inference_mode():
-        last = torch.ones(1, dtype=torch.int64, device=model.device)
-        output = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=last, paged_step=step)
-    if output.logits.shape != (1, 1, vocab_size):
+    logits = run_probe(model, vocab_size, step)
+    if logits.shape != (1, 1, vocab_size):
         raise BackendError(
             "MODEL_NOT_SUPPORTED",
-            f"expected logits of shape (1, 1, {vocab_size}) for one wanted token, got {tuple(output.logits.shape)}",
+            f"expected logits of shape (1, 1, {vocab_size}) for one wanted token, got {tuple(logits.shape)}",
             model_type=model.config.model_type,
         )
     num_layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
@@ -165,6 +183,16 @@ def probe(model: PreTrainedModel, vocab_size: int) -> tuple[list[int], int, int]
         )
     kv_heads, head_dim = shapes.pop()
     return windows, kv_heads, head_dim
+
+
+@torch.inference_mode()
+def run_probe(model: PreTrainedModel, vocab_size: int, step: ProbeStep, num_tokens: int = 2) -> torch.Tensor:
+    """One forward pass in which attention only notes what it is asked. Returns the second token's logits."""
+    positions = torch.arange(num_tokens, device=model.device).unsqueeze(0)
+    tokens = positions.remainder(vocab_size)
+    last = torch.ones(1, dtype=torch.int64, device=model.device)
+    output = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=last, paged_step=step)
+    return output.logits  # type: ignore[no-any-return]
 
 
 class ModelRunner:

@@ -30,6 +30,7 @@ from executor_service.malformed_requests import MalformedRequests
 from executor_service.manager_access import AccessError, ManagerAccess
 from executor_service.registration import Registration
 from executor_service.servicer import ExecutorServicer
+from executor_service.startup_times import StartupTimes
 from executor_service.step_runner import StepRunner
 
 __all__ = ["MAX_MESSAGE_BYTES", "SERVICE_NAME", "BindError", "ExecutorServer", "running_executor", "serve_until_signal"]
@@ -55,18 +56,19 @@ class ExecutorServer:
     Args:
         config: the configuration.
         backend: what computes; from the configuration when None.
+        started: when the process began, of the monotonic clock; None leaves out what was before.
 
     Raises:
         BackendError: the configured backend cannot be built.
         AccessError: the key or the certificates for the manager cannot be used.
     """
 
-    def __init__(self, config: ExecutorConfig, backend: Backend | None = None) -> None:
+    def __init__(self, config: ExecutorConfig, backend: Backend | None = None, started: float | None = None) -> None:
         self._config = config
         self._access = ManagerAccess.from_config(config)
         backend = backend or create_backend(config)
         backend.on_lost(self._tell_unusable)
-        self.session = KvSession(backend)
+        self.session = KvSession(backend, StartupTimes(started))
         self._thread = ComputeThread()
         self._runner = StepRunner(self.session, self._thread)
         self._health = health.aio.HealthServicer()
@@ -187,8 +189,12 @@ async def running_executor(config: ExecutorConfig, backend: Backend | None = Non
         await server.stop()
 
 
-async def serve_until_signal(config: ExecutorConfig) -> int:
+async def serve_until_signal(config: ExecutorConfig, started: float | None = None) -> int:
     """Run one executor until SIGTERM or SIGINT, or until it is unusable: its memory is too small, its backend is lost.
+
+    Args:
+        config: as for `ExecutorServer`.
+        started: as for `ExecutorServer`.
 
     Returns:
         The exit status: 0 after a signal, 1 when it is unusable, the address is taken, or the model cannot be loaded.
@@ -197,7 +203,7 @@ async def serve_until_signal(config: ExecutorConfig) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     try:
-        server = ExecutorServer(config)
+        server = ExecutorServer(config, started=started)
     except BackendError as error:
         _log.error("backend_unavailable", reason=error.reason, error=str(error))
         return 1

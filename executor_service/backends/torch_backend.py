@@ -27,8 +27,11 @@ from executor_service.backends.base import (
 )
 from executor_service.decode_graphs import Recorder, cuda_recorder, graph_sizes
 from executor_service.devices import resolve_device
+from executor_service.fused_layers import fuse_layers
+from executor_service.gguf_conversion import default_cache_dir
 from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.kernels.fp8 import FP8_TYPES, LayerCodecs, layer_codecs
+from executor_service.kernels.native_paged import NO_WORKSPACE, NativeKernels
 from executor_service.kernels.paged_kernels import PagedKernels
 from executor_service.kernels.torch_paged import TorchKernels
 from executor_service.kv_cache import KvLayout, PagedKvCache
@@ -42,6 +45,7 @@ from executor_service.kv_scales import (
     require_fp8,
 )
 from executor_service.layer_groups import LayerGroups, group_layers
+from executor_service.layer_ops import TorchOps
 from executor_service.memory_profiler import (
     PeakMeter,
     available_bytes,
@@ -57,7 +61,8 @@ from executor_service.memory_profiler import (
     tune_malloc,
 )
 from executor_service.model_loader import LoadedModel, load_model
-from executor_service.model_runner import ModelRunner, probe
+from executor_service.model_runner import ModelRunner, ProbeStep, probe, run_probe
+from executor_service.native.ops import NativeOps, load_native_ops
 from executor_service.packed_linear import pack_linear_layers, warm_up
 from executor_service.profile_batch import SCRATCH_BLOCKS, worst_batch
 from executor_service.tensor_parallel.sharding import ModelShard
@@ -91,7 +96,8 @@ class TorchBackendConfig:
         num_threads: torch's threads; None leaves torch's choice (OMP_NUM_THREADS).
         enforce_eager: never record decode steps as CUDA graphs; without a GPU, or with kernels that cannot be recorded,
             none is anyway.
-        cache_dir: where converted GGUF files lie; None is `default_cache_dir()`.
+        cache_dir: where converted GGUF files and compiled kernels lie; None is `default_cache_dir()`.
+        native_kernels: compile kernels for this CPU, where there is a compiler.
     """
 
     model: str
@@ -108,6 +114,7 @@ class TorchBackendConfig:
     num_threads: int | None = None
     enforce_eager: bool = False
     cache_dir: Path | None = None
+    native_kernels: bool = True
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
@@ -140,6 +147,7 @@ class TorchBackend(Backend):
         self._layout: KvLayout | None = None
         self._fp8 = fp8_name(config.kv_cache_dtype)
         self._codecs: list[LayerCodecs] = []
+        self._native: NativeOps | None = None
         self._groups: LayerGroups | None = None
         self._limits: AttentionLimits | None = None
         self._kernels: PagedKernels | None = None
@@ -161,6 +169,8 @@ class TorchBackend(Backend):
             tune_malloc()
         if self._fp8 is not None:
             require_fp8(self._fp8, self._device)
+        if self._device.type == "cpu" and config.native_kernels:
+            self._native = load_native_ops(config.cache_dir or default_cache_dir())
         with PeakMeter(self._device) as meter:
             loaded = load_model(
                 config.model,
@@ -185,10 +195,15 @@ class TorchBackend(Backend):
                 gathered += layout.bytes_per_token_and_layer * 3 // 2
             self._limits = AttentionLimits(max(1, _GATHER_BYTES // gathered))
             self._kernels = self._make_kernels(loaded, layout, self._limits)
+            if isinstance(self._kernels, NativeKernels):
+                self._limits = NO_WORKSPACE
             self._runner = ModelRunner(loaded.model, self._kernels, groups)
             self._groups = groups
             require_swap_space(config.swap_space, layout.bytes_per_block)
-            packed = pack_linear_layers(loaded.model, lambda: probe(loaded.model, loaded.vocab_size))
+            fused = self._fuse_layers(loaded)
+            packed = pack_linear_layers(
+                loaded.model, lambda: probe(loaded.model, loaded.vocab_size), self._native_for(loaded)
+            )
             if self._fp8 is not None:
                 loaded = self._quantized(loaded, layout, self._runner, self._fp8)
             self._loaded, self._layout = loaded, layout
@@ -198,6 +213,7 @@ class TorchBackend(Backend):
             "weights_loaded",
             dtype=str(loaded.dtype),
             packed_layers=packed,
+            fused_layers=fused,
             held_bytes=self._weights_bytes,
             load_peak_bytes=meter.peak_bytes,
         )
@@ -316,8 +332,25 @@ class TorchBackend(Backend):
 
     def _make_kernels(self, loaded: LoadedModel, layout: KvLayout, limits: AttentionLimits) -> PagedKernels:
         """What writes K/V and attends; a backend with other kernels makes them here. Raises BackendError."""
-        del loaded, layout
+        native = self._native_for(loaded)
+        if native is not None and self._fp8 is None and NativeKernels.fits(native, layout.dtype, layout.head_dim):
+            return NativeKernels(native)
         return TorchKernels(limits)
+
+    def _native_for(self, loaded: LoadedModel) -> NativeOps | None:
+        """The compiled kernels, if there are any for the model's type."""
+        return self._native if self._native is not None and self._native.takes(loaded.dtype) else None
+
+    def _fuse_layers(self, loaded: LoadedModel) -> int:
+        """Replace decoder layers by such of few operations, on a CPU. Returns how many."""
+        if self._device.type != "cpu":
+            return 0
+        native = self._native_for(loaded)
+
+        def run(step: ProbeStep) -> object:
+            return run_probe(loaded.model, loaded.vocab_size, step, num_tokens=5)
+
+        return fuse_layers(loaded.model, run, native or TorchOps(), native)
 
     def _ready(self) -> tuple[LoadedModel, KvLayout, ModelRunner]:
         if self._loaded is None or self._layout is None or self._runner is None:

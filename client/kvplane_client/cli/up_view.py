@@ -22,6 +22,8 @@ __all__ = ["UpView"]
 
 _EVENT_WIDTH = 100
 _GIB = 1024**3
+# Of the executor's start, as its log says it.
+_STARTUP_PARTS = ("libraries", "model", "memory_profile", "kv_cache")
 
 
 class UpView:
@@ -58,16 +60,19 @@ class UpView:
         # The last error that each child told of: its end need not repeat it.
         self._told: dict[str, str] = {}
         self._memory: dict[str, Any] = {}
+        self._startup: dict[str, float] = {}
 
     def line(self, child: str, text: str) -> None:
         """Takes a line of a child's log.
 
         An error it tells of is shown, in whole. Of other lines --verbose shows all, and what the executor says of its
-        memory is kept for the ready line.
+        memory and of its start is kept for the ready line.
         """
         record = _record(text)
         if record.get("event") == "memory_profile":
             self._memory = record
+        if record.get("event") == "startup":
+            self._startup = {name: record[name] for name in _STARTUP_PARTS if isinstance(record.get(name), int | float)}
         is_error = record.get("level") == "error" and "error" in record
         if self._verbose:
             self._console.print(f"[cyan]{child:>8} |[/cyan] {escaped(text, as_lines=True)}")
@@ -113,6 +118,7 @@ class UpView:
                     "manager_pid": manager.pid,
                     "executor_pid": executor.pid,
                     "seconds": round(elapsed, 3),
+                    "executor_seconds": self._startup,
                 }
             )
             return
@@ -130,6 +136,7 @@ class UpView:
             ("", f"kvplane stats{server}"),
             ("network", self._network()),
             ("memory", self._taken()),
+            ("start", self._start_parts()),
             ("logs", str(manager.spec.log_path.parent)),
         ):
             if value:
@@ -157,6 +164,10 @@ class UpView:
             f"{self._kv_bytes / _GIB:.1f} GiB of KV cache, {blocks} blocks of {tokens} tokens; --memory-limit SIZE "
             f"takes less\n          steps of {steps} tokens at most: --max-num-batched-tokens N"
         )
+
+    def _start_parts(self) -> str:
+        """Says what the executor's start took its time for."""
+        return ", ".join(f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in self._startup.items())
 
     def died(self, child: ChildProcess) -> None:
         """Shows the end of a child's log."""

@@ -101,6 +101,18 @@ def test_ready_says_what_memory_is_taken_and_which_flags_change_it() -> None:
     assert "other machines" not in shown.text
 
 
+def test_ready_says_what_the_start_took_its_time_for(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, as_json = Shown(), Shown(as_json=True)
+    for shown in (plain, as_json):
+        shown.log(
+            "executor", '{"event": "startup", "libraries": 4.25, "model": 1.5, "memory_profile": 3, "other": "x"}'
+        )
+        shown.view.ready(MODEL, shown.children["manager"], shown.children["executor"])
+    assert "libraries 4.2 s, model 1.5 s, memory profile 3.0 s\n" in plain.text
+    document = json.loads(capsys.readouterr().out)
+    assert document["executor_seconds"] == {"libraries": 4.25, "model": 1.5, "memory_profile": 3}
+
+
 def test_ready_without_a_measurement_says_nothing_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
     plain, as_json = Shown(), Shown(as_json=True)
     for shown in (plain, as_json):

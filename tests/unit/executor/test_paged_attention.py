@@ -9,6 +9,7 @@ import torch
 from executor_service.kernels import reference
 from executor_service.kernels.attention_plan import AttentionLimits, plan_attention
 from executor_service.kernels.fp8 import FP8_TYPES, PLAIN, layer_codecs
+from executor_service.kernels.paged_kernels import GroupStep, PagedKernels
 from executor_service.kernels.torch_paged import paged_attention
 from tests.unit.executor.step_builder import Row, build_step
 
@@ -31,7 +32,7 @@ STEPS = {
 }
 
 
-def _run(
+def run_both(
     shapes: list[tuple[int, int]],
     block_size: int,
     dtype: torch.dtype,
@@ -43,8 +44,9 @@ def _run(
     stored: torch.dtype | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
     window: int = 0,
+    kernels: PagedKernels | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The step through both, K/V stored as dtype or as fp8 with scales.
+    """The step through both, K/V stored as dtype or as fp8 with scales; by other kernels than torch's if there are any.
 
     The slots that no row uses hold garbage, and so does the null block before windows.
     """
@@ -95,7 +97,12 @@ def _run(
     if stored is not None:
         flat = flat.view(torch.uint8)
         (codecs,) = layer_codecs(stored, [scales[0]], [scales[1]])
-    actual = paged_attention(query, key, value, flat[0], flat[1], plan=plan, scaling=0.3, codecs=codecs)
+    if kernels is None:
+        actual = paged_attention(query, key, value, flat[0], flat[1], plan=plan, scaling=0.3, codecs=codecs)
+    else:
+        group = GroupStep(window, step.tables[0], step.slot_mappings[0])
+        (own,) = kernels.plan(step.query_indptr, step.seq_lens, [group], block_size=block_size, device=CPU)
+        actual = own.attend(query, key, value, flat[0], flat[1], scaling=0.3)
     assert torch.equal(cache.float().nan_to_num(7.0), expected_cache.float().nan_to_num(7.0))
     return actual, expected
 
@@ -111,7 +118,7 @@ def test_paged_attention_any_step_equals_oracle(
     tolerance: tuple[torch.dtype, float, float],
 ) -> None:
     dtype, atol, rtol = tolerance
-    actual, expected = _run(shapes, block_size, dtype, limits)
+    actual, expected = run_both(shapes, block_size, dtype, limits)
     torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
 
 
@@ -127,13 +134,13 @@ def test_paged_attention_with_a_window_equals_oracle(
     tolerance: tuple[torch.dtype, float, float],
 ) -> None:
     dtype, atol, rtol = tolerance
-    actual, expected = _run(shapes, block_size, dtype, limits, window=window)
+    actual, expected = run_both(shapes, block_size, dtype, limits, window=window)
     torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
 
 
 @pytest.mark.parametrize("heads", [(4, 4, 8), (5, 1, 24), (9, 3, 64), (1, 1, 2)])
 def test_paged_attention_any_head_geometry_equals_oracle(heads: tuple[int, int, int]) -> None:
-    actual, expected = _run(STEPS["mixed"], 16, torch.float32, WIDE, heads=heads)
+    actual, expected = run_both(STEPS["mixed"], 16, torch.float32, WIDE, heads=heads)
     torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
 
 
@@ -149,17 +156,17 @@ def test_paged_attention_over_fp8_equals_oracle_that_reads_what_was_written(
 ) -> None:
     """This step's own K/V included: the oracle knows them only from the cache. Values beyond 0.011 * 448 saturate."""
     dtype, atol, rtol = tolerance
-    actual, expected = _run(shapes, 16, dtype, limits, stored=stored, scales=(0.011, 0.25))
+    actual, expected = run_both(shapes, 16, dtype, limits, stored=stored, scales=(0.011, 0.25))
     torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
     if shapes != STEPS["decode_first_token"] and dtype == torch.float32:
-        plain, _ = _run(shapes, 16, dtype, limits)
+        plain, _ = run_both(shapes, 16, dtype, limits)
         assert (plain - expected).abs().max() > 100 * atol
 
 
 @pytest.mark.parametrize("heads", [(3, 3, 5), (5, 1, 24)])
 def test_paged_attention_over_fp8_any_head_geometry_equals_oracle(heads: tuple[int, int, int]) -> None:
     """An odd number of values in a token, too."""
-    actual, expected = _run(
+    actual, expected = run_both(
         STEPS["mixed"], 16, torch.float32, WIDE, heads=heads, stored=torch.float8_e4m3fn, scales=(0.02, 0.25)
     )
     torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
@@ -167,8 +174,8 @@ def test_paged_attention_over_fp8_any_head_geometry_equals_oracle(heads: tuple[i
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
 def test_paged_attention_garbage_in_unused_slots_changes_no_bit(garbage: float) -> None:
-    clean, _ = _run(STEPS["mixed"], 16, torch.float32, WIDE, garbage=0.0)
-    dirty, _ = _run(STEPS["mixed"], 16, torch.float32, WIDE, garbage=garbage)
+    clean, _ = run_both(STEPS["mixed"], 16, torch.float32, WIDE, garbage=0.0)
+    dirty, _ = run_both(STEPS["mixed"], 16, torch.float32, WIDE, garbage=garbage)
     assert torch.equal(clean, dirty)
 
 

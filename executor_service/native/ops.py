@@ -1,0 +1,265 @@
+"""The compiled kernels as functions of tensors.
+
+Station: made by `load_native_ops` once for a backend on CPU; `packed_linear`, `fused_layers` and `kernels.native_paged`
+call it. What it stands for in torch is its oracle, on which it is tried before it is used.
+
+A call is a few microseconds: addresses and sizes, no dispatcher and no tensor made but the result. Callers give what
+the shapes say; whatever is not so would be memory read or written elsewhere, hence the asserts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+from executor_service.layer_ops import LayerOps, TorchOps
+from executor_service.native.library import NativeBuildError, native_library
+
+__all__ = ["LANES", "NativeOps", "PagedRows", "load_native_ops"]
+
+LANES = 16
+"""A head's dimension has to be a multiple of it for `attend`."""
+
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+_log = structlog.get_logger(__name__)
+
+
+class PagedRows:
+    """Where the rows of a step lie in the cache, as addresses; it keeps what they point to.
+
+    Shape:
+        query_indptr: (R + 1,); seq_lens: (R,); block_indptr: (R + 1,); block_ids: all int32 and contiguous.
+    """
+
+    __slots__ = ("addresses", "block_size", "kept", "num_rows", "window")
+
+    def __init__(self, kept: Sequence[Any], block_size: int, window: int) -> None:
+        self.kept = kept
+        self.addresses = [array.ctypes.data for array in kept]
+        self.num_rows = len(kept[1])
+        self.block_size = block_size
+        self.window = window
+
+
+class NativeOps(LayerOps):
+    """Kernels of one library.
+
+    Args:
+        path: the library.
+
+    Attributes:
+        linear_columns: outputs of a packed block of weights; 0 where this CPU has no products of bfloat16.
+
+    Raises:
+        OSError, AttributeError: it is no such library.
+    """
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        library.kvplane_linear_columns.restype = _INT
+        self.linear_columns: int = library.kvplane_linear_columns()
+        if self.linear_columns:
+            self._pack = _function(library.kvplane_pack, _POINTER, _INT, _INT, _INT, _POINTER)
+            self._linear = _function(library.kvplane_linear, *[_POINTER] * 3, *[_INT] * 3, _POINTER)
+        shapes: dict[str, list[Any]] = {
+            "rms_norm": [*[_POINTER] * 3, *[_FLOAT] * 2, *[_INT] * 2, _POINTER],
+            "rotary": [_POINTER, _INT, *[_POINTER] * 2, *[_INT] * 3],
+            "silu_and_mul": [_POINTER, *[_INT] * 2, _POINTER],
+            "write_kv": [*[_POINTER] * 2, *[_INT] * 2, _POINTER, *[_INT] * 2, *[_POINTER] * 2],
+            "attend": [_POINTER, _INT, *[_POINTER] * 6, *[_INT] * 6, _FLOAT, _POINTER],
+        }
+        self._of_type = {
+            dtype: {
+                name: _function(getattr(library, f"kvplane_{name}_{suffix}"), *types) for name, types in shapes.items()
+            }
+            for dtype, suffix in _NAMES.items()
+        }
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether there are kernels for this type."""
+        return dtype in self._of_type
+
+    def packs(self, weight: torch.Tensor) -> bool:
+        """Whether `pack` takes such weights."""
+        return bool(self.linear_columns) and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+
+    def pack(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Lay weights out for `linear`, one after the other as one matrix. Shape: each (outputs, inputs)."""
+        inputs = weights[0].shape[1]
+        outputs = sum(len(weight) for weight in weights)
+        blocks = -(-outputs // self.linear_columns)
+        packed = torch.zeros(blocks * self.linear_columns * inputs, dtype=torch.bfloat16)
+        offset = 0
+        for weight in weights:
+            assert self.packs(weight)
+            dense = weight.contiguous()
+            self._pack(dense.data_ptr(), len(dense), inputs, offset, packed.data_ptr())
+            offset += len(dense)
+        return packed
+
+    def linear(
+        self, states: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, outputs: int
+    ) -> torch.Tensor:
+        """X W^T + b. Shape: states (T, inputs), contiguous; returns (T, outputs)."""
+        rows, inputs = states.shape
+        assert states.is_contiguous()
+        assert states.dtype == torch.bfloat16
+        out = states.new_empty((rows, outputs))
+        self._linear(
+            states.data_ptr(),
+            packed.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            rows,
+            outputs,
+            inputs,
+            out.data_ptr(),
+        )
+        return out
+
+    def rms_norm(
+        self, states: torch.Tensor, weight: torch.Tensor, eps: float, added: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See the base class."""
+        assert states.is_contiguous()
+        assert weight.dtype == states.dtype
+        assert added is None or (added.is_contiguous() and added.shape == states.shape)
+        out = torch.empty_like(states)
+        width = states.shape[-1]
+        self._of_type[states.dtype]["rms_norm"](
+            states.data_ptr(),
+            None if added is None else added.data_ptr(),
+            weight.data_ptr(),
+            eps,
+            0.0,
+            states.numel() // width,
+            width,
+            out.data_ptr(),
+        )
+        return out
+
+    def rotate(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """See the base class."""
+        tokens, heads, dim = states.shape
+        assert states.stride(2) == 1
+        assert states.stride(1) == dim
+        assert cos.is_contiguous()
+        assert sin.is_contiguous()
+        assert cos.shape == sin.shape == (1, tokens, dim)
+        assert cos.dtype == sin.dtype == states.dtype
+        self._of_type[states.dtype]["rotary"](
+            states.data_ptr(), states.stride(0), cos.data_ptr(), sin.data_ptr(), tokens, heads, dim
+        )
+
+    def silu_and_mul(self, both: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        assert both.is_contiguous()
+        width = both.shape[-1] // 2
+        out = both.new_empty((*both.shape[:-1], width))
+        self._of_type[both.dtype]["silu_and_mul"](both.data_ptr(), both.numel() // (2 * width), width, out.data_ptr())
+        return out
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        slots: torch.Tensor,
+        rows: PagedRows,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Write K/V, then attend; arguments as in `PagedKernels`. Shape: slots (T,) int64."""
+        tokens, heads, dim = query.shape
+        kv_heads = key.shape[1]
+        width = kv_heads * dim
+        for states in (query, key, value):
+            assert states.dtype == keys.dtype
+            assert states.stride(2) == 1
+            assert states.stride(1) == dim
+        assert key.shape == value.shape == (tokens, kv_heads, dim)
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
+        assert keys.shape[1] == values.shape[1] == width
+        functions = self._of_type[keys.dtype]
+        functions["write_kv"](
+            key.data_ptr(),
+            value.data_ptr(),
+            key.stride(0),
+            value.stride(0),
+            slots.data_ptr(),
+            tokens,
+            width,
+            keys.data_ptr(),
+            values.data_ptr(),
+        )
+        out = query.new_empty((tokens, heads, dim))
+        functions["attend"](
+            query.data_ptr(),
+            query.stride(0),
+            keys.data_ptr(),
+            values.data_ptr(),
+            *rows.addresses,
+            rows.block_size,
+            rows.window,
+            rows.num_rows,
+            kv_heads,
+            heads // kv_heads,
+            dim,
+            scaling,
+            out.data_ptr(),
+        )
+        return out
+
+
+def load_native_ops(cache_dir: Path) -> NativeOps | None:
+    """The kernels of this machine, compiled now if need be; None, with a line in the log, where there are none."""
+    try:
+        path = native_library(cache_dir)
+        ops = NativeOps(path)
+        _require_right(ops)
+    except (NativeBuildError, OSError, AttributeError) as error:
+        _log.info("native_kernels_unavailable", why=str(error))
+        return None
+    _log.info("native_kernels_loaded", path=str(path), linear=bool(ops.linear_columns))
+    return ops
+
+
+def _require_right(ops: NativeOps) -> None:
+    """Refuse kernels that do not compute what torch does: a compiler may be wrong, too. Raises NativeBuildError."""
+    oracle = TorchOps()
+    generator = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    states, weight = some(1, 3, 40), some(40)
+    wrong = [
+        name
+        for name, got, expected in (
+            ("rms_norm", ops.rms_norm(states.clone(), weight, 1e-5), oracle.rms_norm(states.clone(), weight, 1e-5)),
+            ("silu_and_mul", ops.silu_and_mul(states), oracle.silu_and_mul(states)),
+        )
+        if not torch.allclose(got, expected, atol=1e-5)
+    ]
+    if ops.linear_columns:
+        dense, few = some(40, 24).bfloat16(), some(3, 24).bfloat16()
+        if not torch.allclose(ops.linear(few, ops.pack([dense]), None, 40), few @ dense.T, atol=1e-1):
+            wrong.append("linear")
+    if wrong:
+        raise NativeBuildError(f"expected kernels that compute what torch does, got others in {', '.join(wrong)}")
+
+
+def _function(function: Any, *types: Any) -> Any:
+    """A function that returns nothing, with the types of its arguments."""
+    function.restype = None
+    function.argtypes = list(types)
+    return function

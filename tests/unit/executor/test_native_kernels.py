@@ -1,0 +1,169 @@
+"""The compiled kernels compute what their oracles do: odd shapes, garbage in unused slots, NaN that stays NaN."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from executor_service.kernels.attention_plan import AttentionLimits
+from executor_service.kernels.native_paged import NativeKernels
+from executor_service.layer_ops import TorchOps
+from executor_service.native import library, ops
+from executor_service.native.library import NativeBuildError, native_library
+from executor_service.native.ops import NativeOps, load_native_ops
+from tests.unit.executor.native_builds import native_ops
+from tests.unit.executor.test_paged_attention import STEPS, run_both
+
+# (dtype, absolute tolerance, relative tolerance)
+TOLERANCES = [(torch.float32, 2e-6, 1e-5), (torch.bfloat16, 2e-2, 2e-2)]
+BLOCKS_AND_WINDOWS = [(1, 0), (8, 0), (16, 0), (32, 0), (1, 7), (8, 1), (16, 33), (32, 300)]
+LIMITS = AttentionLimits(gather_tokens=1 << 16)
+
+
+@pytest.fixture(scope="module")
+def native() -> NativeOps:
+    return native_ops()
+
+
+def some(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("tolerance", TOLERANCES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("block_size", "window"), BLOCKS_AND_WINDOWS)
+@pytest.mark.parametrize("shapes", STEPS.values(), ids=STEPS.keys())
+def test_attend_any_step_equals_oracle(
+    native: NativeOps,
+    shapes: list[tuple[int, int]],
+    block_size: int,
+    window: int,
+    tolerance: tuple[torch.dtype, float, float],
+) -> None:
+    dtype, atol, rtol = tolerance
+    actual, expected = run_both(shapes, block_size, dtype, LIMITS, window=window, kernels=NativeKernels(native))
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("heads", [(4, 4, 16), (5, 1, 48), (9, 3, 64), (8, 2, 128), (71, 1, 32)])
+def test_attend_any_head_geometry_equals_oracle(native: NativeOps, heads: tuple[int, int, int]) -> None:
+    """More query heads on one KV head than are computed at once, too."""
+    actual, expected = run_both(STEPS["mixed"], 16, torch.float32, LIMITS, heads=heads, kernels=NativeKernels(native))
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)  # a score is a sum of up to 128 products
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
+def test_attend_garbage_in_unused_slots_changes_no_bit(native: NativeOps, garbage: float) -> None:
+    kernels = NativeKernels(native)
+    clean, _ = run_both(STEPS["mixed"], 16, torch.float32, LIMITS, garbage=0.0, kernels=kernels)
+    dirty, _ = run_both(STEPS["mixed"], 16, torch.float32, LIMITS, garbage=garbage, kernels=kernels)
+    assert torch.equal(clean, dirty)
+
+
+def test_fits_other_types_and_heads_are_left_to_torch(native: NativeOps) -> None:
+    assert NativeKernels.fits(native, torch.float32, 64)
+    assert not NativeKernels.fits(native, torch.float16, 64)
+    assert not NativeKernels.fits(native, torch.bfloat16, 24)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 576), (7, 40), (3, 1), (40, 1537)])
+def test_layer_ops_equal_torch(native: NativeOps, dtype: torch.dtype, tokens: int, width: int) -> None:
+    oracle, eps = TorchOps(), torch.finfo(dtype).eps
+    states, added = some(2, 1, tokens, width, dtype=dtype)
+    weight = some(width, dtype=dtype, seed=1)
+    mine, theirs = states.clone(), states.clone()
+    for more in (None, added):
+        got, expected = native.rms_norm(mine, weight, 1e-5, more), oracle.rms_norm(theirs, weight, 1e-5, more)
+        torch.testing.assert_close(got, expected, atol=4 * eps, rtol=4 * eps)
+        assert torch.equal(mine, theirs)
+    both = some(1, tokens, 2 * width, dtype=dtype) * 40
+    torch.testing.assert_close(native.silu_and_mul(both), oracle.silu_and_mul(both), atol=1e-30, rtol=4 * eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [8, 32, 64, 80])
+def test_rotate_in_place_equals_torch(native: NativeOps, dtype: torch.dtype, dim: int) -> None:
+    """Some of the heads of a wider row: the others stay."""
+    mine = some(5, 7, dim, dtype=dtype)
+    theirs, before = mine.clone(), mine.clone()
+    cos, sin = some(1, 5, dim, dtype=dtype, seed=1), some(1, 5, dim, dtype=dtype, seed=2)
+    native.rotate(mine[:, :4], cos, sin)
+    TorchOps().rotate(theirs[:, :4], cos, sin)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(mine, theirs, atol=8 * eps, rtol=4 * eps)
+    assert torch.equal(mine[:, 4:], before[:, 4:])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(576, (576, 192, 192)), (48, (33,)), (6, (1, 2)), (30, (32,))])
+@pytest.mark.parametrize("rows", [0, 1, 2, 4, 5, 12, 13, 100])
+def test_linear_equals_product_of_rounded_values(
+    native: NativeOps, rows: int, inputs: int, outputs: tuple[int, ...], bias: bool
+) -> None:
+    if not native.linear_columns:
+        pytest.skip("this CPU has no products of bfloat16")
+    weights = [some(count, inputs, dtype=torch.bfloat16, seed=count) for count in outputs]
+    states, total = some(rows, inputs, dtype=torch.bfloat16), sum(outputs)
+    added = some(total, dtype=torch.bfloat16, seed=9) if bias else None
+    expected = states.double() @ torch.cat(weights).double().T + (0 if added is None else added.double())
+    got = native.linear(states, native.pack(weights), added, total)
+    torch.testing.assert_close(got.double(), expected, atol=1e-2, rtol=2**-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_not_a_number_stays_in_its_own_row(native: NativeOps, dtype: torch.dtype) -> None:
+    states = some(1, 3, 64, dtype=dtype)
+    states[0, 1, 5] = float("nan")
+    weight = torch.ones(64, dtype=dtype)
+    for result in (native.rms_norm(states.clone(), weight, 1e-5), native.silu_and_mul(states)):
+        assert result.isnan().any(dim=-1).tolist() == [[False, True, False]]
+    if native.packs(states[0]):
+        out = native.linear(states[0], native.pack([some(40, 64, dtype=dtype)]), None, 40)
+        assert out.isnan().any(dim=-1).tolist() == [False, True, False]
+
+
+def test_native_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Path] = []
+
+    def note(compiler: str, target: Path) -> None:
+        compiled.append(target)
+        target.write_bytes(b"")
+
+    monkeypatch.setattr(library, "_compile", note)
+    first = native_library(tmp_path)
+    assert native_library(tmp_path) == first
+    assert len(compiled) == 1
+    monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-g"))
+    assert native_library(tmp_path) != first
+
+
+def test_load_native_ops_without_a_compiler_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NativeBuildError, match=r"expected a C\+\+ compiler"):
+        native_library(tmp_path)
+    assert load_native_ops(tmp_path) is None
+
+
+def test_load_native_ops_compiler_that_fails_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = tmp_path / "bad-compiler"
+    bad.write_text("#!/bin/sh\necho no such target >&2\nexit 3\n")
+    bad.chmod(0o755)
+    monkeypatch.setenv("CXX", str(bad))
+    with pytest.raises(NativeBuildError, match="ended with 3: no such target"):
+        native_library(tmp_path / "cache")
+    assert load_native_ops(tmp_path / "cache") is None
+    assert not [name for name in os.listdir(tmp_path / "cache" / "native") if name.endswith(".so")]
+
+
+def test_load_native_ops_that_compute_something_else_is_none(
+    native: NativeOps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "native_library", lambda folder: tmp_path)
+    monkeypatch.setattr(ops, "NativeOps", lambda path: native)
+    assert load_native_ops(tmp_path) is native
+    monkeypatch.setattr(NativeOps, "silu_and_mul", lambda self, both: TorchOps().silu_and_mul(both) * 1.001)
+    assert load_native_ops(tmp_path) is None
