@@ -132,7 +132,6 @@ def tables_of_some_steps_sent_in_another_order(patch: pytest.MonkeyPatch) -> Non
         (hit_needs_its_last_block_only, "sliding only"),
         (table_keeps_what_it_gave_back, "full and sliding"),
         (windows_come_back_without_their_tails, "sliding only"),
-        (what_leaves_is_given_away_at_once, "full and sliding"),
         (what_leaves_is_given_away_at_once, "two full"),
         (tables_of_some_steps_sent_in_another_order, "two full"),
         (tables_of_some_steps_sent_in_another_order, "full and sliding"),
