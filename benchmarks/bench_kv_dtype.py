@@ -7,6 +7,9 @@ the executor's own runner: each window of a prompt is one step whose rows have o
 so on, of the same blocks. So every token attends over what the cache holds of those before it, as it does when it is
 decoded, and every row has logits. Windows are the same for every type, so that differences are the type's.
 
+Rounding errors are those of the K and V that the model makes of the first window's beginning, with a scale for each of
+ever smaller parts, by which its largest value is the type's: what finer scales than those of a layer could bring.
+
 Steps are timed in turn, one of each type after the other, and the medians compared.
 """
 
@@ -34,9 +37,12 @@ from executor_service.backends.base import (
     TokenSampling,
 )
 from executor_service.backends.torch_backend import TorchBackend, TorchBackendConfig
+from executor_service.kernels.fp8 import FP8_TYPES
 
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
 BLOCK_SIZE = 16
+SCALED_PARTS = {"layer": (1, 2, 3), "head": (1, 3), "channel": (1,), "token and head": (3,)}
+"""Over which dimensions of (K and V, token, head, element) a scale reaches."""
 _GREEDY = TokenSampling(
     temperature=0.0,
     top_k=0,
@@ -129,6 +135,30 @@ def perplexity(backend: TorchBackend, windows: Sequence[Sequence[int]]) -> float
     return math.exp(total / count)
 
 
+def rounding_errors(backend: TorchBackend, tokens: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Root mean square of what rounding changes, beside that of K and V; by type and by what has a scale of its own.
+
+    Args:
+        backend: of K/V that are not rounded.
+        tokens: the beginning of a sequence.
+    """
+    table = list(range(1, -(-len(tokens) // BLOCK_SIZE) + 1))
+    backend.forward(step_of(tokens, range(len(tokens)), [table] * len(tokens)))
+    assert backend._memory is not None
+    layers = [layer[:, table].flatten(1, 2)[:, : len(tokens)].float() for layer in backend._memory.cache.layers]
+    errors: dict[str, dict[str, float]] = {}
+    for name, dtype in FP8_TYPES.items():
+        limit = torch.finfo(dtype).max
+        for part, dims in SCALED_PARTS.items():
+            found = []
+            for states in layers:
+                scales = states.abs().amax(dim=dims, keepdim=True) / limit
+                stored = torch.clamp(states / scales, -limit, limit).to(dtype).float() * scales
+                found.append(float((stored - states).norm() / states.norm()))
+            errors.setdefault(name, {})[part] = statistics.mean(found)
+    return errors
+
+
 def time_decode(backends: Sequence[TorchBackend], rows: int, context: int, rounds: int) -> list[float]:
     """Median seconds of a step of `rows` sequences with this much context, for each backend; measured in turn."""
     blocks = -(-context // BLOCK_SIZE)
@@ -170,6 +200,9 @@ def main() -> None:
             found = perplexity(backend, windows)
             base = base or found
             print(f"  {kind:9} {found:9.4f} {found / base - 1:+8.3%}", flush=True)
+        print(f"rounding error of K and V over {min(128, len(windows[0]))} tokens, by what has a scale")
+        for kind, errors in rounding_errors(backends[0], windows[0][:128]).items():
+            print(f"  {kind:9}", *(f"{part} {error:.2%}" for part, error in errors.items()), flush=True)
     print("decode step, ms (tokens/s beside auto)")
     for rows, context in ((1, 256), (16, 256), (16, 1024)):
         times = time_decode(backends, rows, context, args.rounds)
