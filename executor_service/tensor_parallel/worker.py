@@ -4,12 +4,12 @@ Station: it takes calls from rank 0 over the socket FD, in order, and does with 
 `calls` is their form. It serves no port, registers nowhere and samples nothing.
 
 Its end: rank 0 holds the other end of its standard input, so that it ends with rank 0 whatever ends that
-(`parent_watch`), also in the middle of an exchange. The signals that stop an executor are rank 0's to obey.
+(`parent_watch`), also in the middle of an exchange. The signals that stop an executor are rank 0's
+to obey: it starts the others with them blocked.
 """
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -80,8 +80,6 @@ class Rank:
 
 def main() -> None:
     """Take calls until rank 0 says close, or is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     exit_with_parent()
     connection = Connection(int(sys.argv[1]))
     told: RankConfig = connection.recv()

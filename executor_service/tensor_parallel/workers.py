@@ -8,6 +8,7 @@ a death is noticed at once and whatever rank 0 is doing.
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import struct
 import subprocess
@@ -26,7 +27,7 @@ __all__ = ["Workers"]
 
 _STOP_S = 5.0
 """How long workers that are told to end may take for it."""
-_CAUSE_S = 2.0
+_CAUSE_S = 5.0
 """How long to wait for what a worker has to say, when an exchange with it has failed."""
 
 _log = structlog.get_logger(__name__)
@@ -40,10 +41,15 @@ class _Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "executor_service.tensor_parallel.worker", str(theirs.fileno())]
-            # Its standard input is never written to: its end tells the worker of ours.
-            self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                command, stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),)
-            )
+            # What is blocked in this thread stays so in the worker, from its first moment.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+            try:
+                # Its standard input is never written to: its end tells the worker of ours.
+                self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                    command, stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),)
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # A worker that has stopped reads nothing: then a long message must fail rather than wait for ever.
         whole = int(told.timeout_s)
         micro = int((told.timeout_s - whole) * 1e6)
