@@ -24,6 +24,7 @@ from executor_service.kernels import reference
 from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.memory_profiler import resident_bytes
 from executor_service.profile_batch import SCRATCH_BLOCKS, worst_batch
+from tests.unit.executor.native_builds import native_ops
 from tests.unit.executor.step_builder import (
     Row,
     build_step,
@@ -87,6 +88,32 @@ def test_load_peak_is_logged_and_warned_of_over_the_limit(folder: Path, limit: i
     assert 0 < line["held_bytes"] <= line["load_peak_bytes"]
     warnings = [entry for entry in logs if entry["event"] == "load_peak_over_limit"]
     assert [entry["load_peak_bytes"] for entry in warnings] == [line["load_peak_bytes"]] * warned
+
+
+def test_native_kernels_and_torch_give_the_same(folder: Path) -> None:
+    """In bfloat16, what is as close to float32: either rounds, in places of its own."""
+    native_ops()  # skips where there is no compiler
+    prompts = [prompt_of(length, length) for length in (1, 30, 77)]
+    tables = [list(range(1 + 8 * index, 9 + 8 * index)) for index in range(len(prompts))]
+    steps = [
+        build_step([Row(prompt, 0, table) for prompt, table in zip(prompts, tables, strict=True)], 16),
+        build_step([Row([9], len(prompt), table) for prompt, table in zip(prompts, tables, strict=True)], 16),
+    ]
+
+    def logits(dtype: str, *, native: bool) -> torch.Tensor:
+        made = backend(folder, dtype=dtype, native_kernels=native)
+        with capture_logs() as logs:
+            made.load()
+        assert ("native_kernels_loaded" in [entry["event"] for entry in logs]) == native
+        assert [entry["fused_layers"] for entry in logs if entry["event"] == "weights_loaded"] == [3]
+        made.initialize_kv_cache(32)
+        return torch.cat([made.forward(step) for step in steps]).float()
+
+    exact = logits("float32", native=False)
+    assert exact.shape[0] == 2 * len(prompts)
+    torch.testing.assert_close(logits("float32", native=True), exact, atol=1e-3, rtol=1e-4)
+    errors = [(logits("bfloat16", native=native) - exact).norm() for native in (False, True)]
+    assert errors[1] <= 1.2 * errors[0] <= 0.5 * exact.norm()
 
 
 def test_load_weights_over_the_limit_are_refused_with_numbers(folder: Path) -> None:
