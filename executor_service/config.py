@@ -116,6 +116,14 @@ class ExecutorConfig(BaseSettings):
         description="Host memory set aside for blocks that are swapped out, such as 4GiB; on a CPU it is part of"
         " memory_limit. 0 for none.",
     )
+    max_loras: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="LoRA adapters that can be loaded at once (`kvplane adapter load`); memory for as many of"
+        " max_lora_rank is kept free of KV blocks. 0 for none.",
+    )
+    max_lora_rank: int = Field(16, ge=1, le=4096, description="Largest rank of a LoRA adapter.")
     num_blocks_override: int | None = Field(
         None, ge=2, description="KV blocks (the null block included), in place of what was measured."
     )

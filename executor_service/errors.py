@@ -23,17 +23,21 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from executor_service.backends.base import BackendError, NotEnoughMemoryError
+from executor_service.backends.base import AdapterError, BackendError, NotEnoughMemoryError
 
 __all__ = [
     "ERROR_DOMAIN",
+    "AdapterExistsError",
+    "AdapterLimitError",
     "ExecutorError",
     "FailedPreconditionError",
     "InternalError",
     "InvalidFieldError",
     "MalformedMessageError",
     "NotServingError",
+    "RefusedAdapterError",
     "StaleError",
+    "UnknownAdapterError",
     "abort_with",
     "as_executor_error",
 ]
@@ -105,6 +109,30 @@ class NotServingError(ExecutorError):
     code = grpc.StatusCode.UNAVAILABLE
 
 
+class RefusedAdapterError(ExecutorError):
+    """An adapter that cannot be read, or not be run."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class AdapterExistsError(ExecutorError):
+    """An adapter with other content is loaded under the name."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class AdapterLimitError(ExecutorError):
+    """As many adapters are loaded as there is room for."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class UnknownAdapterError(ExecutorError):
+    """No adapter is loaded under the name."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+
 class InternalError(ExecutorError):
     """A step that the backend could not run, or a broken invariant of our own."""
 
@@ -117,6 +145,8 @@ def as_executor_error(error: Exception) -> ExecutorError:
         return error
     if isinstance(error, NotEnoughMemoryError):
         return FailedPreconditionError(error.reason, str(error), **error.metadata)
+    if isinstance(error, AdapterError):
+        return RefusedAdapterError(error.reason, str(error), **error.metadata)
     if isinstance(error, BackendError):
         return InternalError(error.reason, str(error), **error.metadata)
     _log.error("executor_internal_error", exc_info=error)

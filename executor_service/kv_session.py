@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import structlog
 
+from executor_service.adapters import LoadedAdapters
 from executor_service.backends.base import (
     Backend,
     Int32,
@@ -74,6 +75,7 @@ class KvSession:
         self._profiles: dict[tuple[int, int], MemoryProfile] = {}
         self._last_profiled: tuple[int, int] | None = None
         self._model_info: ModelInfo | None = None
+        self.adapters = LoadedAdapters(backend)
         self.cache: KvState | None = None
 
     @property
@@ -92,6 +94,7 @@ class KvSession:
         started = time.monotonic()
         info = self._backend.load()
         self._model_info = info
+        self.adapters.max_adapters = info.max_adapters
         _log.info(
             "model_loaded",
             model_name=info.model_name,

@@ -87,6 +87,7 @@ class Admission:
         model = self._engine.model()
         sampling = check_request(request, model)
         request.tenant = tenant_of_request(request.tenant)  # the message is nobody else's
+        lora = self._engine.adapter(request.adapter) if request.adapter else None
         self._engine.check_open()  # reading a prompt is work that a request with no chance should not cost
         prompt = await _encode(request, model)
         new = to_new_request(
@@ -98,6 +99,7 @@ class Admission:
             seed=self._draw_seed(),
             arrival_time=arrival_time,
             isolate_tenants=self._isolate_tenants,
+            lora=lora,
         )
         streams = []
         for index in range(1 + len(new.branches)):

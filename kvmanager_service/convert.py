@@ -17,7 +17,7 @@ from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 from kvplane.kvmanager.v1 import kv_manager_service_pb2 as manager_pb
 
 from kvmanager_service.core.errors import InvalidRequestError, invalid_parameter
-from kvmanager_service.core.extra_keys import request_keys
+from kvmanager_service.core.extra_keys import MAX_NAME_CHARS, LoraAdapter, request_keys
 from kvmanager_service.core.forks import branch_id, branch_seed
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import NewRequest, SamplingParams, StopRules
@@ -66,6 +66,7 @@ def check_request(request: pb.GenerateRequest, model: ModelView) -> SamplingPara
     check_length("request_id", request.request_id, 0, MAX_ID_CHARS_OF_SEVERAL if request.n > 1 else MAX_ID_CHARS)
     check_length("cache_salt", request.cache_salt, 0, MAX_SALT_CHARS)
     check_length("tenant", request.tenant, 0, MAX_TENANT_CHARS)
+    check_length("adapter", request.adapter, 0, MAX_NAME_CHARS)
     check_priority("retention_priority", request.retention_priority)
     check_count("retention.ranges", request.retention.ranges, MAX_RANGES)
     if request.WhichOneof("prompt") is None:
@@ -93,6 +94,7 @@ def to_new_request(
     seed: int,
     arrival_time: float,
     isolate_tenants: bool = False,
+    lora: LoraAdapter | None = None,
 ) -> NewRequest:
     """Build the core's request from one that `check_request` let pass.
 
@@ -105,6 +107,7 @@ def to_new_request(
         seed: used when the client set none.
         arrival_time: seconds on the manager's monotonic clock.
         isolate_tenants: share its blocks only with requests of its tenant.
+        lora: the adapter that it names.
 
     Raises:
         InvalidRequestError: the prompt is empty or too long, a token id is unknown, or resume tokens do not fit.
@@ -125,6 +128,7 @@ def to_new_request(
         arrival_time=arrival_time,
         tenant=request.tenant,
         is_isolated=isolate_tenants,
+        lora=lora,
         retention_priority=request.retention_priority,
         branches=tuple((branch_id(request_id, index), branch_seed(first_seed, index)) for index in range(1, request.n)),
         retention=_retention(request.retention, len(prompt)),

@@ -38,6 +38,7 @@ class GenerateRequest(google.protobuf.message.Message):
     RETENTION_PRIORITY_FIELD_NUMBER: builtins.int
     N_FIELD_NUMBER: builtins.int
     RETENTION_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """request_id names the request, at most 256 characters, 252 with n above 1. Empty lets the server choose one. An id
     that is waiting or running gets ALREADY_EXISTS.
@@ -72,6 +73,11 @@ class GenerateRequest(google.protobuf.message.Message):
     own would produce with the seed (sampling.seed + i * 0x9E3779B97F4A7C15) mod 2^64, so that output 0 is that of
     n = 1. Each has its own end; an error ends the request, and with it the others. Above 1, resume_token_ids must be
     absent: go on from an output by a request of its own, with its seed.
+    """
+    adapter: builtins.str
+    """adapter names the LoRA adapter that the request runs with, as KvManagerService.LoadAdapter loaded it. Empty is the model
+    itself. NOT_FOUND when none is loaded under the name. Requests share blocks only where they run with the same adapter
+    and revision. A request whose adapter the next executor cannot load ends with FAILED_PRECONDITION.
     """
     @property
     def token_ids(self) -> Global___TokenIds:
@@ -118,10 +124,11 @@ class GenerateRequest(google.protobuf.message.Message):
         retention_priority: builtins.int = ...,
         n: builtins.int = ...,
         retention: Global___Retention | None = ...,
+        adapter: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["chat", b"chat", "prompt", b"prompt", "resume_token_ids", b"resume_token_ids", "retention", b"retention", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "retention", b"retention", "retention_priority", b"retention_priority", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_token_ids", b"resume_token_ids", "retention", b"retention", "retention_priority", b"retention_priority", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: typing_extensions.TypeAlias = typing.Literal["text", "token_ids", "chat"]
     _WhichOneofArgType_prompt: typing_extensions.TypeAlias = typing.Literal["prompt", b"prompt"]
