@@ -7,6 +7,10 @@ status carries `google.rpc.ErrorInfo` with domain "kvplane".
     ├── MalformedMessageError    INVALID_ARGUMENT     bytes that are not the message
     ├── InvalidFieldError        INVALID_ARGUMENT     a value of a message is out of its range
     ├── FailedPreconditionError  FAILED_PRECONDITION  the call comes too early, or speaks of what is not there
+    ├── RefusedAdapterError      INVALID_ARGUMENT     an adapter that cannot be read, or not be run
+    ├── AdapterExistsError       ALREADY_EXISTS       other content is loaded under the name
+    ├── AdapterLimitError        RESOURCE_EXHAUSTED   as many adapters as there is room for
+    ├── UnknownAdapterError      NOT_FOUND            no adapter of that name
     ├── StaleError               ABORTED              another epoch, an old step id, a stream that was taken over
     ├── NotServingError          UNAVAILABLE          loading or stopping
     └── InternalError            INTERNAL             our own mistake, or a step that the backend could not run

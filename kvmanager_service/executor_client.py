@@ -377,7 +377,7 @@ def _adapter(message: pb.LoraAdapter) -> LoadedAdapter:
 
 def _reason(error: grpc.aio.AioRpcError) -> str:
     """ErrorInfo's reason; empty when the status has none, as when the connection broke."""
-    return _error_info(error).reason
+    return str(_error_info(error).reason)
 
 
 def _error_info(error: grpc.aio.AioRpcError) -> ErrorInfo:

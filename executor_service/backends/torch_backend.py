@@ -330,7 +330,7 @@ class TorchBackend(Backend):
 
     def _ready_lora(self) -> LoraAdapters:
         if self._lora is None:
-            raise AdapterError("NO_ADAPTERS", "expected an executor with --max-loras above 0, got 0")
+            raise AdapterError("ADAPTERS_NOT_SUPPORTED", "expected an executor with --max-loras above 0, got 0")
         return self._lora
 
     def _make_lora(self, loaded: LoadedModel) -> LoraAdapters:

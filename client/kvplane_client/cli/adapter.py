@@ -50,9 +50,7 @@ def load(
 @app.command()
 @connected
 def unload(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Its name, as `kvplane adapter list` shows it.")
-    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name, as `kvplane adapter list` shows it.")],
     server: opt.Server = "localhost:50051",
     wait: opt.Wait = 0,
     as_json: opt.JsonFlag = False,
