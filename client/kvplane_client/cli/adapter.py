@@ -15,7 +15,15 @@ from kvplane_client.cli.session import session
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, help="Load, unload and list LoRA adapters.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help=(
+        "Load, unload and list LoRA adapters, which requests name.\n\n"
+        "Examples:\n"
+        "  kvplane adapter load support /models/support-lora\n\n"
+        '  kvplane generate "My parcel is late." --adapter support'
+    ),
+)
 
 
 @app.command()
