@@ -18,7 +18,8 @@ __all__ = ["app"]
 app = typer.Typer(
     no_args_is_help=True,
     help=(
-        "Load, unload and list LoRA adapters, which requests name.\n\n"
+        "Load, unload and list LoRA adapters.\n\n"
+        "Requests run with one that they name, beside others in the same batch.\n\n"
         "Examples:\n"
         "  kvplane adapter load support /models/support-lora\n\n"
         '  kvplane generate "My parcel is late." --adapter support'
@@ -65,6 +66,8 @@ def unload(
 ) -> None:
     """Unload an adapter that no request uses.
 
+    What was computed with it stays cached until it is evicted.
+
     Example:
       kvplane adapter unload support
     """
@@ -79,7 +82,9 @@ def unload(
 @app.command("list")
 @connected
 def list_adapters(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: opt.JsonFlag = False) -> None:
-    """List loaded adapters, and how many requests wait or run with each.
+    """List loaded adapters.
+
+    With each, where it comes from and how many requests wait or run with it.
 
     Example:
       kvplane adapter list --json | jq -r '.adapters[].name'
