@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn import functional
 
 from executor_service.backends.base import AdapterContent, AdapterError, Int32, StepBatch
+from executor_service.devices import upload
 from executor_service.lora_files import AdapterFiles, LoraMatrices, read_adapter_files
 from executor_service.packed_linear import PackedLinear
 
@@ -287,6 +288,6 @@ def _by_adapter(adapter_ids: Int32, query_indptr: Int32, device: torch.device) -
         places = np.flatnonzero(of_token == adapter_id)
         first, last = int(places[0]), int(places[-1])
         side_by_side = last - first + 1 == len(places)
-        tokens = slice(first, last + 1) if side_by_side else torch.from_numpy(places).to(device)
+        tokens = slice(first, last + 1) if side_by_side else upload(places, device)
         found.append(_AdapterTokens(adapter_id, tokens))
     return found
