@@ -116,6 +116,14 @@ class ExecutorConfig(BaseSettings):
         description="Host memory set aside for blocks that are swapped out, such as 4GiB; on a CPU it is part of"
         " memory_limit. 0 for none.",
     )
+    max_loras: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="LoRA adapters that can be loaded at once (`kvplane adapter load`); memory for as many of"
+        " max_lora_rank is kept free of KV blocks. 0 for none.",
+    )
+    max_lora_rank: int = Field(16, ge=1, le=4096, description="Largest rank of a LoRA adapter.")
     num_blocks_override: int | None = Field(
         None, ge=2, description="KV blocks (the null block included), in place of what was measured."
     )
@@ -172,6 +180,8 @@ class ExecutorConfig(BaseSettings):
         """Refuse a missing model here, where the flag can be named, rather than after torch was imported."""
         if self.backend in ("torch", "triton") and not self.model:
             raise ValueError(f"a folder, hub id or GGUF file as model for the {self.backend} backend, got none")
+        if self.tensor_parallel_size > 1 and self.max_loras:
+            raise ValueError("max_loras of 0 with several processes, which do not share adapters, got more")
         return self
 
 

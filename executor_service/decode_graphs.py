@@ -113,11 +113,15 @@ class DecodeGraphs:
         return self._logits[:rows]
 
     def takes(self, batch: StepBatch) -> bool:
-        """Whether every row of a step has one token and samples once, in order, and there are not too many."""
+        """Whether every row of a step has one token and samples once, in order, none has an adapter, and few are.
+
+        Which adapters a step has, and on which tokens, decides what is launched: a recording knows one way only.
+        """
         rows = batch.num_rows
         sampling = batch.sampling
         return (
             0 < rows <= self._sizes[-1]
+            and batch.adapter_ids is None
             and rows == len(batch.token_ids)
             and sampling is not None
             and np.array_equal(sampling.rows, np.arange(rows))

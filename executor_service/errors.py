@@ -7,6 +7,10 @@ status carries `google.rpc.ErrorInfo` with domain "kvplane".
     ├── MalformedMessageError    INVALID_ARGUMENT     bytes that are not the message
     ├── InvalidFieldError        INVALID_ARGUMENT     a value of a message is out of its range
     ├── FailedPreconditionError  FAILED_PRECONDITION  the call comes too early, or speaks of what is not there
+    ├── RefusedAdapterError      INVALID_ARGUMENT     an adapter that cannot be read, or not be run
+    ├── AdapterExistsError       ALREADY_EXISTS       other content is loaded under the name
+    ├── AdapterLimitError        RESOURCE_EXHAUSTED   as many adapters as there is room for
+    ├── UnknownAdapterError      NOT_FOUND            no adapter of that name
     ├── StaleError               ABORTED              another epoch, an old step id, a stream that was taken over
     ├── NotServingError          UNAVAILABLE          loading or stopping
     └── InternalError            INTERNAL             our own mistake, or a step that the backend could not run
@@ -23,17 +27,21 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from executor_service.backends.base import BackendError, NotEnoughMemoryError
+from executor_service.backends.base import AdapterError, BackendError, NotEnoughMemoryError
 
 __all__ = [
     "ERROR_DOMAIN",
+    "AdapterExistsError",
+    "AdapterLimitError",
     "ExecutorError",
     "FailedPreconditionError",
     "InternalError",
     "InvalidFieldError",
     "MalformedMessageError",
     "NotServingError",
+    "RefusedAdapterError",
     "StaleError",
+    "UnknownAdapterError",
     "abort_with",
     "as_executor_error",
 ]
@@ -105,6 +113,30 @@ class NotServingError(ExecutorError):
     code = grpc.StatusCode.UNAVAILABLE
 
 
+class RefusedAdapterError(ExecutorError):
+    """An adapter that cannot be read, or not be run."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class AdapterExistsError(ExecutorError):
+    """An adapter with other content is loaded under the name."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class AdapterLimitError(ExecutorError):
+    """As many adapters are loaded as there is room for."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class UnknownAdapterError(ExecutorError):
+    """No adapter is loaded under the name."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+
 class InternalError(ExecutorError):
     """A step that the backend could not run, or a broken invariant of our own."""
 
@@ -117,6 +149,8 @@ def as_executor_error(error: Exception) -> ExecutorError:
         return error
     if isinstance(error, NotEnoughMemoryError):
         return FailedPreconditionError(error.reason, str(error), **error.metadata)
+    if isinstance(error, AdapterError):
+        return RefusedAdapterError(error.reason, str(error), **error.metadata)
     if isinstance(error, BackendError):
         return InternalError(error.reason, str(error), **error.metadata)
     _log.error("executor_internal_error", exc_info=error)

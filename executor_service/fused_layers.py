@@ -56,12 +56,12 @@ class ProjectionSlice(nn.Module):
 
 
 class _Projections(nn.Module):
-    """Several projections of one input as one product; `parts` are children of the module that has it, too."""
+    """Several projections of one input as one product; `parts` are children of the module that has it."""
 
     def __init__(self, linears: Sequence[nn.Linear], native: NativeOps | None) -> None:
         super().__init__()
         self.product = PackedLinear(*linears, native=native)
-        self.parts = nn.ModuleList(ProjectionSlice(linear) for linear in linears)
+        self.parts = tuple(ProjectionSlice(linear) for linear in linears)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Shape: (..., in_features) to (..., all out_features)."""

@@ -51,8 +51,9 @@ class ParsedStep:
     """A checked step that still lacks the tokens fed from the step before.
 
     Shape:
-        as in `StepBatch`; fed_rows, fed_places, feed_index: (F,), the rows that are fed, where in token_ids, and from
-        which sampled token; written_blocks: (groups * T,), what the rows write, repeats allowed.
+        as in `StepBatch`, but that adapters may not be loaded; fed_rows, fed_places, feed_index: (F,), the rows that
+        are fed, where in token_ids, and from which sampled token; written_blocks: (groups * T,), what the rows write,
+        repeats allowed.
 
     Invariants:
         feeds_in_order: every token of the step is fed, the i-th from sample i, as in most steps that only decode.
@@ -74,6 +75,7 @@ class ParsedStep:
     copies: StepCopies
     tag_block_ids: Sequence[int]
     tags: Sequence[bytes]
+    adapter_ids: Int32 | None
 
 
 def parse_step(request: pb.ExecuteRequest, limits: StepLimits) -> ParsedStep:
@@ -114,6 +116,7 @@ def parse_step(request: pb.ExecuteRequest, limits: StepLimits) -> ParsedStep:
         copies=_copies(request, limits),
         tag_block_ids=tag_block_ids,
         tags=tags,
+        adapter_ids=_adapter_ids(request, num_rows),
     )
 
 
@@ -161,6 +164,7 @@ def fill_batch(step_id: int, step: ParsedStep, sampled_before: Int32) -> tuple[S
         tables=step.tables,
         slot_mappings=step.slot_mappings,
         sampling=sampling,
+        adapter_ids=step.adapter_ids,
     )
     return batch, failed
 
@@ -188,6 +192,16 @@ def _feeds(request: pb.ExecuteRequest, num_rows: int) -> tuple[npt.NDArray[np.in
         require_range(feeds_from, -1, 2**31, "feeds_from")
     fed_rows = np.flatnonzero(feeds_from >= 0)
     return fed_rows, feeds_from[fed_rows]
+
+
+def _adapter_ids(request: pb.ExecuteRequest, num_rows: int) -> Int32 | None:
+    """Return which adapter each row has; None where none has one."""
+    adapter_ids = int32_column(request.adapter_ids, "adapter_ids")
+    if not len(adapter_ids):
+        return None
+    require_length(adapter_ids, num_rows, "adapter_ids")
+    require_range(adapter_ids, 0, 2**31, "adapter_ids")
+    return adapter_ids if adapter_ids.any() else None
 
 
 def _positions(request: pb.ExecuteRequest, query_indptr: Int32, limits: StepLimits) -> Int32:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import structlog
 
+from executor_service.adapters import LoadedAdapters
 from executor_service.backends.base import (
     Backend,
     Int32,
@@ -77,6 +78,7 @@ class KvSession:
         self._profiles: dict[tuple[int, int], MemoryProfile] = {}
         self._last_profiled: tuple[int, int] | None = None
         self._model_info: ModelInfo | None = None
+        self.adapters = LoadedAdapters(backend)
         self.cache: KvState | None = None
 
     @property
@@ -96,6 +98,7 @@ class KvSession:
         with self._startup.part("model"):
             info = self._backend.load()
         self._model_info = info
+        self.adapters.max_adapters = info.max_adapters
         _log.info(
             "model_loaded",
             model_name=info.model_name,

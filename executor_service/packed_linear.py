@@ -41,6 +41,9 @@ class PackedLinear(nn.Module):
     Args:
         linears: the layer it stands for, or several of one input, whose outputs then lie side by side.
         native: kernels with a layout of their own, for weights that they take; None is oneDNN for all.
+
+    Attributes:
+        is_joined: whether it stands for several layers.
     """
 
     def __init__(self, *linears: nn.Linear, native: NativeOps | None = None) -> None:
@@ -51,6 +54,7 @@ class PackedLinear(nn.Module):
         self._linears: list[nn.Linear] = list(linears)  # in a list: no submodule, no parameter of this module
         self._native = native if native is not None and native.packs(linears[0].weight) else None
         self._packed: torch.Tensor | None = None
+        self.is_joined = len(linears) > 1
 
     @property
     def is_native(self) -> bool:

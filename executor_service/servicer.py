@@ -5,6 +5,7 @@ Station: called by grpc.aio; calls `kv_session` through the compute thread, and 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from kvplane.common.v1 import common_pb2
 from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvplane.executor.v1 import executor_service_pb2_grpc as pb_grpc
 
+from executor_service.adapters import LoadedAdapter
 from executor_service.backends.base import KvGroupSpec, MemoryProfile, ModelInfo, NotEnoughMemoryError
 from executor_service.block_tags import portions
 from executor_service.compute_thread import ComputeThread
@@ -61,6 +63,7 @@ class ExecutorServicer(pb_grpc.ExecutorServiceServicer):
         self._executor_id = executor_id
         self._backend_name = backend_name
         self._on_memory_refused = on_memory_refused
+        self._loading = asyncio.Lock()
 
     async def GetModelInfo(  # noqa: N802, D102 - named and described by the proto
         self, request: pb.GetModelInfoRequest, context: _Context
@@ -127,6 +130,33 @@ class ExecutorServicer(pb_grpc.ExecutorServiceServicer):
         cache = await self._call(context, self._session.reset, request.kv_epoch)
         return pb.ResetResponse(kv_cache=_kv_cache(cache))
 
+    async def LoadAdapter(  # noqa: N802, D102
+        self, request: pb.LoadAdapterRequest, context: _Context
+    ) -> pb.LoadAdapterResponse:
+        adapters = self._session.adapters
+        async with self._loading:  # memory for what is read is kept free once
+            try:
+                _ = self._session.model_info
+                adapters.check_request(request.name, request.source, request.revision)
+                # Not in the compute thread: a hub may take minutes, and steps go on.
+                content = await asyncio.to_thread(adapters.read, request.source)
+            except Exception as error:  # noqa: BLE001 - as in _call
+                await abort_with(context, as_executor_error(error))
+            loaded = await self._call(context, adapters.load, request.name, request.source, request.revision, content)
+        return pb.LoadAdapterResponse(adapter=_lora_adapter(loaded))
+
+    async def UnloadAdapter(  # noqa: N802, D102
+        self, request: pb.UnloadAdapterRequest, context: _Context
+    ) -> pb.UnloadAdapterResponse:
+        await self._call(context, self._session.adapters.unload, request.name)
+        return pb.UnloadAdapterResponse()
+
+    async def ListAdapters(  # noqa: N802, D102
+        self, request: pb.ListAdaptersRequest, context: _Context
+    ) -> pb.ListAdaptersResponse:
+        loaded = await self._call(context, self._session.adapters.list)
+        return pb.ListAdaptersResponse(adapters=map(_lora_adapter, loaded))
+
     def _profile(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
         """Profile, in the compute thread; that nothing fits is for the whole process to know."""
         try:
@@ -162,6 +192,18 @@ def _model_info(info: ModelInfo, executor_id: str, backend_name: str) -> pb.GetM
         kv_groups=[_kv_group(group) for group in info.kv_groups],
         max_logprobs=info.max_logprobs,
         tensor_parallel_size=info.tensor_parallel_size,
+        max_adapters=info.max_adapters,
+    )
+
+
+def _lora_adapter(adapter: LoadedAdapter) -> pb.LoraAdapter:
+    return pb.LoraAdapter(
+        name=adapter.name,
+        revision=adapter.revision,
+        source=adapter.source,
+        adapter_id=adapter.adapter_id,
+        rank=adapter.rank,
+        size_bytes=adapter.size_bytes,
     )
 
 

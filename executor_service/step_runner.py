@@ -271,7 +271,8 @@ class StepRunner:
         """Return a step's arrays if it is one to run next.
 
         Raises:
-            ExecutorError: there is no cache or another, its id does not grow, an array is wrong, or a feed is not kept.
+            ExecutorError: there is no cache or another, its id does not grow, an array is wrong, an adapter is not
+                loaded, or a feed is not kept.
         """
         request = step.request
         limits = self._session.require_cache(request.kv_epoch).limits
@@ -279,6 +280,7 @@ class StepRunner:
         if step.error is not None:
             raise step.error
         parsed = step.parsed or parse_step(request, limits)
+        self._session.adapters.require_loaded(parsed.adapter_ids)
         _check_feeds(stream, request, parsed)
         return parsed
 

@@ -93,6 +93,7 @@ class Admission:
         model = self._engine.model()
         sampling = check_request(request, model)
         request.tenant = tenant_of_request(request.tenant)  # the message is nobody else's
+        lora = self._engine.adapter(request.adapter) if request.adapter else None
         self._engine.check_open()  # reading a prompt is work that a request with no chance should not cost
         prompt = await _encode(request, model)
         request_id = request.request_id or self._make_id()
@@ -105,6 +106,7 @@ class Admission:
             seed=self._draw_seed(),
             arrival_time=arrival_time,
             isolate_tenants=self._isolate_tenants,
+            lora=lora,
         )
         outputs = open_outputs(request)  # in the order of `new` and its branches
         texts = {} if model.text is None else {index: _output_text(request, model.text) for index in outputs}

@@ -17,7 +17,7 @@ from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 from kvplane.kvmanager.v1 import kv_manager_service_pb2 as manager_pb
 
 from kvmanager_service.core.errors import InvalidRequestError, invalid_parameter
-from kvmanager_service.core.extra_keys import request_keys
+from kvmanager_service.core.extra_keys import MAX_NAME_CHARS, LoraAdapter, request_keys
 from kvmanager_service.core.forks import branch_id, branch_seed
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import NewBranch, NewRequest, SamplingParams, StopRules
@@ -70,6 +70,7 @@ def check_request(request: pb.GenerateRequest, model: ModelView) -> SamplingPara
     check_length("cache_salt", request.cache_salt, 0, MAX_SALT_CHARS)
     check_length("tenant", request.tenant, 0, MAX_TENANT_CHARS)
     check_length("fork_of", request.fork_of, 0, MAX_ID_CHARS)
+    check_length("adapter", request.adapter, 0, MAX_NAME_CHARS)
     check_priority("retention_priority", request.retention_priority)
     check_count("retention.ranges", request.retention.ranges, MAX_RANGES)
     if request.WhichOneof("prompt") is None:
@@ -97,6 +98,7 @@ def to_new_request(
     seed: int,
     arrival_time: float,
     isolate_tenants: bool = False,
+    lora: LoraAdapter | None = None,
 ) -> NewRequest:
     """Build the core's request from one that `check_request` let pass.
 
@@ -109,6 +111,7 @@ def to_new_request(
         seed: used when the client set none.
         arrival_time: seconds on the manager's monotonic clock.
         isolate_tenants: share its blocks only with requests of its tenant.
+        lora: the adapter that it names.
 
     Raises:
         InvalidRequestError: the prompt is empty or too long, a token id is unknown, or resume tokens do not fit.
@@ -132,6 +135,7 @@ def to_new_request(
         arrival_time=arrival_time,
         tenant=request.tenant,
         is_isolated=isolate_tenants,
+        lora=lora,
         retention_priority=request.retention_priority,
         branches=tuple(others),
         family_id=request_id if request.n > 1 else "",

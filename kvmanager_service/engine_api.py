@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.block_history import BlockRecord
+from kvmanager_service.core.extra_keys import LoraAdapter
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import FinishReason, NewRequest, RequestOutput, RequestStatus
 from kvmanager_service.kv_events import KvEvents
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from kvmanager_service.text_model import TextModel
 
 __all__ = [
+    "AdapterView",
     "BlockTrace",
     "BlockView",
     "Engine",
@@ -117,6 +119,18 @@ class PinsView:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterView:
+    """One LoRA adapter; `LoraAdapter` on the wire. `requests` is how many wait or run with it."""
+
+    name: str
+    revision: str
+    source: str
+    rank: int
+    size_bytes: int
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
 class TenantView:
     """One tenant with open requests; `TenantStats`."""
 
@@ -174,6 +188,7 @@ class RequestView:
     finish_reason: FinishReason | None = None
     tenant: str = ""
     block_tables: Sequence[Sequence[int]] = ()
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +239,7 @@ class Engine(Protocol):
 
         Raises:
             InvalidRequestError: it can never fit.
+            UnknownAdapterError: its adapter is not loaded, or not with these weights.
             DuplicateRequestError: its id is waiting or running.
             QueueFullError: max_waiting requests wait.
             UnavailableError: no executor, draining, or broken.
@@ -274,6 +290,36 @@ class Engine(Protocol):
 
     def pinned_prefixes(self) -> PinsView:
         """Return all pins; none before there is a pool."""
+
+    def adapter(self, name: str) -> LoraAdapter:
+        """What of a loaded adapter decides K/V.
+
+        Raises:
+            UnknownAdapterError: none is loaded under that name.
+        """
+
+    async def load_adapter(self, name: str, source: str) -> AdapterView:
+        """Load an adapter for requests to name.
+
+        Raises:
+            InvalidRequestError: a field will not do, or the executor cannot read or not run it.
+            DuplicateAdapterError: other content is loaded under that name.
+            AdapterLimitError: the executor has no room for another.
+            PreconditionError: it has room for none.
+            UnavailableError: no executor, or it was lost meanwhile.
+        """
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take an adapter away.
+
+        Raises:
+            InvalidRequestError: no adapter can have that name.
+            UnknownAdapterError: none is loaded under it.
+            AdapterInUseError: a request waits or runs with it.
+        """
+
+    def adapters(self) -> list[AdapterView]:
+        """Return the adapters that requests may name, in the order they were loaded."""
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached hash and return how many there were.

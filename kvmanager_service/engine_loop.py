@@ -16,13 +16,16 @@ from contextlib import contextmanager
 
 import structlog
 
+from kvmanager_service.adapters import Adapters
 from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.errors import CoreError
+from kvmanager_service.core.extra_keys import LoraAdapter
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import NewRequest
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.engine_api import (
+    AdapterView,
     BlockTrace,
     BlockView,
     EngineStats,
@@ -35,6 +38,7 @@ from kvmanager_service.engine_api import (
 )
 from kvmanager_service.engine_views import BlockViews, block_trace, engine_stats, pin_view, pins_view, request_views
 from kvmanager_service.errors import UnavailableError
+from kvmanager_service.executor_client import LoadedAdapter
 from kvmanager_service.executor_life import ExecutorLife
 from kvmanager_service.kv_events import KvEvents
 from kvmanager_service.registry import ExecutorRegistry
@@ -67,7 +71,8 @@ class EngineLoop:
         self._started = time.monotonic()
         self._state = ManagerState.NO_EXECUTOR
         self._steps = StepLoop(config)
-        self._executors = ExecutorLife(config, registry, self._steps, self._on_executor)
+        self._adapters = Adapters(self._steps, self._unavailable)
+        self._executors = ExecutorLife(config, registry, self._steps, self._adapters, self._on_executor)
         self._task: asyncio.Task[None] | None = None
         self._give_up: asyncio.TimerHandle | None = None
 
@@ -121,6 +126,22 @@ class EngineLoop:
         """See `engine_api.Engine.pinned_prefixes`."""
         return PinsView() if self._steps.scheduler is None else pins_view(self._steps.scheduler.pins)
 
+    def adapter(self, name: str) -> LoraAdapter:
+        """See `engine_api.Engine.adapter`."""
+        return self._steps.adapters.require(name)
+
+    async def load_adapter(self, name: str, source: str) -> AdapterView:
+        """See `engine_api.Engine.load_adapter`."""
+        return self._adapter_view(await self._adapters.load(name, source))
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `engine_api.Engine.unload_adapter`."""
+        await self._adapters.unload(name)
+
+    def adapters(self) -> list[AdapterView]:
+        """See `engine_api.Engine.adapters`."""
+        return [self._adapter_view(adapter) for adapter in self._steps.adapters.all()]
+
     def reset_prefix_cache(self) -> int:
         """See `engine_api.Engine.reset_prefix_cache`."""
         self._books()
@@ -148,6 +169,10 @@ class EngineLoop:
         if self._executors.model is None:
             raise self._unavailable()
         return self._executors.model
+
+    def _adapter_view(self, adapter: LoadedAdapter) -> AdapterView:
+        requests = self._steps.num_using(adapter.name)
+        return AdapterView(adapter.name, adapter.revision, adapter.source, adapter.rank, adapter.size_bytes, requests)
 
     def _require_serving(self) -> None:
         if self._state is not ManagerState.SERVING:

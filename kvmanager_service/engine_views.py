@@ -112,6 +112,7 @@ def _request_view(request: Request, now: float) -> RequestView:
         finish_reason=request.finish_reason,
         tenant=request.tenant,
         block_tables=[array("i", bytes(table.block_id_bytes)) for table in request.tables],
+        adapter="" if request.lora is None else request.lora.lora_id,
     )
 
 

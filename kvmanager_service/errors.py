@@ -13,6 +13,10 @@ was expected, what was got and what to do. Prompts, texts and token ids of reque
     ├── TooManyPoolsError           pools of engines with their own loop, or blocks in them, are as many as may be
     ├── BatchTooLargeError          what a batch of operations on a pool brings is more than one answer may hold
     ├── StaleBatchError             a batch of operations on a pool is neither the next nor the newest
+    ├── UnknownAdapterError         no LoRA adapter is loaded under that name
+    ├── DuplicateAdapterError       an adapter with other content is loaded under that name
+    ├── AdapterLimitError           the executor has as many adapters as it has room for
+    ├── AdapterInUseError           an adapter cannot be unloaded while requests use it
     ├── UnauthenticatedError        a call without a key that the manager knows
     └── PermissionDeniedError       a key that is not for this method, or not for that tenant
 """
@@ -52,7 +56,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DOMAIN",
+    "AdapterInUseError",
+    "AdapterLimitError",
     "BatchTooLargeError",
+    "DuplicateAdapterError",
     "ErrorStatus",
     "ExecutorIdReusedError",
     "ExecutorRejectedError",
@@ -64,6 +71,7 @@ __all__ = [
     "TooManyPoolsError",
     "UnauthenticatedError",
     "UnavailableError",
+    "UnknownAdapterError",
     "UnknownExecutorError",
     "abort_with",
     "to_status",
@@ -113,6 +121,22 @@ class StaleBatchError(CoreError):
     """A batch of operations on a pool is neither the next nor the newest."""
 
 
+class UnknownAdapterError(CoreError):
+    """No LoRA adapter is loaded under that name."""
+
+
+class DuplicateAdapterError(CoreError):
+    """An adapter with other content is loaded under that name."""
+
+
+class AdapterLimitError(CoreError):
+    """The executor has as many adapters as it has room for."""
+
+
+class AdapterInUseError(CoreError):
+    """An adapter cannot be unloaded while requests use it."""
+
+
 class UnauthenticatedError(CoreError):
     """A call comes without a key that the manager knows."""
 
@@ -134,8 +158,10 @@ RULES: dict[type[CoreError], Rule] = {
     UnknownRequestError: Rule(grpc.StatusCode.NOT_FOUND),
     UnknownPinError: Rule(grpc.StatusCode.NOT_FOUND),
     UnknownExecutorError: Rule(grpc.StatusCode.NOT_FOUND),
+    UnknownAdapterError: Rule(grpc.StatusCode.NOT_FOUND),
     DuplicateRequestError: Rule(grpc.StatusCode.ALREADY_EXISTS),
     DuplicatePinError: Rule(grpc.StatusCode.ALREADY_EXISTS),
+    DuplicateAdapterError: Rule(grpc.StatusCode.ALREADY_EXISTS),
     ExecutorIdReusedError: Rule(grpc.StatusCode.ALREADY_EXISTS),
     StaleBatchError: Rule(grpc.StatusCode.ABORTED),
     TooManyPoolsError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),
@@ -143,9 +169,11 @@ RULES: dict[type[CoreError], Rule] = {
     BatchTooLargeError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),
     QueueFullError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED, QUEUE_FULL_RETRY_MS),
     PinLimitError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),
+    AdapterLimitError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),
     PoolExhaustedError: Rule(grpc.StatusCode.RESOURCE_EXHAUSTED),
     EventsForgottenError: Rule(grpc.StatusCode.OUT_OF_RANGE),
     PoolInUseError: Rule(grpc.StatusCode.FAILED_PRECONDITION),
+    AdapterInUseError: Rule(grpc.StatusCode.FAILED_PRECONDITION),
     PreconditionError: Rule(grpc.StatusCode.FAILED_PRECONDITION),
     ExecutorRejectedError: Rule(grpc.StatusCode.FAILED_PRECONDITION),
     ExecutorSwitchError: Rule(grpc.StatusCode.FAILED_PRECONDITION),

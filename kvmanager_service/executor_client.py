@@ -34,6 +34,9 @@ UNARY_TIMEOUT_S = 30.0
 PROFILE_TIMEOUT_S = 900.0
 """A profile run is a real forward pass at the largest step, and a cache is memory to touch: both take a while."""
 
+ADAPTER_TIMEOUT_S = 900.0
+"""An executor may have to fetch an adapter from a hub first."""
+
 TAGS_TIMEOUT_S = 300.0
 """The tags of ten million blocks take about a minute."""
 
@@ -57,6 +60,34 @@ class ExecutorLostError(Exception):
 
 class ExecutorGoneError(ExecutorLostError):
     """It went in an orderly way, or stayed away: no row of its steps is to blame."""
+
+
+class ExecutorRefusedError(Exception):
+    """An executor refused what it was asked; nothing is wrong with the executor.
+
+    Args:
+        code: INVALID_ARGUMENT, NOT_FOUND, ALREADY_EXISTS, RESOURCE_EXHAUSTED or FAILED_PRECONDITION.
+        info: why, as it says.
+        message: expected, got and what to do.
+    """
+
+    def __init__(self, code: grpc.StatusCode, info: ErrorInfo, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = info.reason
+        self.metadata = dict(info.metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """A LoRA adapter as an executor has it; `LoraAdapter` of its contract. Units: size_bytes in bytes."""
+
+    name: str
+    revision: str
+    source: str
+    adapter_id: int
+    rank: int
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +210,43 @@ class ExecutorConnection:
             tagged += [tag for block_id, data in named_tags if (tag := decode_tag(block_id, data)) is not None]
         return tagged
 
+    async def load_adapter(self, name: str, source: str, revision: str = "") -> LoadedAdapter:
+        """Have it load an adapter.
+
+        Args:
+            name: what to call it.
+            source: where the executor finds it.
+            revision: what its content must be; empty takes any.
+
+        Raises:
+            ExecutorRefusedError: it cannot, or must not.
+            ExecutorLostError: the call failed, or its answer cannot be used.
+        """
+        try:
+            answer = _readable(
+                await self._stub.LoadAdapter(
+                    pb.LoadAdapterRequest(name=name, source=source, revision=revision), timeout=ADAPTER_TIMEOUT_S
+                )
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _refused_or_lost(error) from error
+        return _adapter(answer.adapter)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have it let go of an adapter. Raises as `load_adapter`."""
+        try:
+            await self._stub.UnloadAdapter(pb.UnloadAdapterRequest(name=name), timeout=UNARY_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise _refused_or_lost(error) from error
+
+    async def list_adapters(self) -> list[LoadedAdapter]:
+        """Which adapters it has. Raises ExecutorLostError when it does not say."""
+        try:
+            answer = _readable(await self._stub.ListAdapters(pb.ListAdaptersRequest(), timeout=UNARY_TIMEOUT_S))
+        except grpc.aio.AioRpcError as error:
+            raise _lost(error) from error
+        return [_adapter(adapter) for adapter in answer.adapters]
+
     def open_stream(self, on_event: Callable[[], None], kv_epoch: int = 0) -> StepStream:
         """Open the stream that steps go down, and fence off whoever else sends steps.
 
@@ -276,16 +344,53 @@ def _lost(error: grpc.aio.AioRpcError) -> ExecutorLostError:
     return ExecutorGoneError(message) if _reason(error) in REASONS_OF_ITS_OWN else ExecutorLostError(message)
 
 
+_REFUSALS = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.FAILED_PRECONDITION,
+    }
+)
+
+
+def _refused_or_lost(error: grpc.aio.AioRpcError) -> ExecutorRefusedError | ExecutorLostError:
+    """What a call that failed says of what was asked, or of its executor."""
+    info = _error_info(error)
+    if error.code() in _REFUSALS and info.reason and info.reason not in REASONS_OF_ITS_OWN:
+        return ExecutorRefusedError(error.code(), info, error.details() or "")
+    return _lost(error)
+
+
+def _adapter(message: pb.LoraAdapter) -> LoadedAdapter:
+    """Read an adapter. Raises ExecutorLostError for one that no step, or no hash, can name."""
+    if not (message.name and message.revision and message.adapter_id >= 1):
+        raise ExecutorLostError(
+            "adapter: expected a name, a revision and an adapter_id of at least 1, got"
+            f" {message.name!r}, {message.revision!r} and {message.adapter_id}; mend the executor"
+        )
+    return LoadedAdapter(
+        message.name, message.revision, message.source, message.adapter_id, message.rank, message.size_bytes
+    )
+
+
 def _reason(error: grpc.aio.AioRpcError) -> str:
     """ErrorInfo's reason; empty when the status has none, as when the connection broke."""
+    return str(_error_info(error).reason)
+
+
+def _error_info(error: grpc.aio.AioRpcError) -> ErrorInfo:
+    """The status's ErrorInfo; an empty one when it has none."""
+    info = ErrorInfo()
     for key, value in error.trailing_metadata():
         if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
-            info = ErrorInfo()
             try:
-                return next((info.reason for detail in Status.FromString(value).details if detail.Unpack(info)), "")
+                if any(detail.Unpack(info) for detail in Status.FromString(value).details):
+                    return info
             except DecodeError:
-                return ""
-    return ""
+                return ErrorInfo()
+    return ErrorInfo()
 
 
 def _readable(answer: _Answer | None) -> _Answer:

@@ -3,8 +3,8 @@
 Station: started by `engine_loop`; calls `executor_race` for who is next, `executor_checks` for who will do, `StepLoop`
 for the steps. It knows no request.
 
-    registry ─▶ race of those that connect, prepare, check ─▶ steps ─▶ lost? ─▶ race again
-                                                            └─ relieved by order? ─▶ the one that was ordered
+    registry ─▶ race of those that connect, prepare, check ─▶ adapters ─▶ steps ─▶ lost? ─▶ race again
+                                                                          └─ relieved by order? ─▶ the ordered one
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import structlog
 
+from kvmanager_service.adapters import Adapters, settle_adapters
 from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.scheduler_config import RECOMPUTE
 from kvmanager_service.engine_api import ModelView
@@ -30,6 +31,7 @@ from kvmanager_service.executor_client import (
     ExecutorConnection,
     ExecutorGoneError,
     ExecutorLostError,
+    LoadedAdapter,
     ReadyExecutor,
 )
 from kvmanager_service.executor_race import LEASE_OVER, ExecutorRace, PreparedExecutor
@@ -53,6 +55,7 @@ class ExecutorLife:
         config: the manager's settings.
         registry: where executors make themselves known.
         steps: what runs on an executor.
+        adapters: is lent the connection to the executor in use.
         on_active: told True when an executor takes steps, False when it is lost.
 
     Attributes:
@@ -60,12 +63,18 @@ class ExecutorLife:
     """
 
     def __init__(
-        self, config: ManagerConfig, registry: ExecutorRegistry, steps: StepLoop, on_active: Callable[[bool], None]
+        self,
+        config: ManagerConfig,
+        registry: ExecutorRegistry,
+        steps: StepLoop,
+        adapters: Adapters,
+        on_active: Callable[[bool], None],
     ) -> None:
         self.model: ModelView | None = None
         self._config = config
         self._registry = registry
         self._steps = steps
+        self._adapters = adapters
         self._on_active = on_active
         self._race = ExecutorRace(registry, self._bring_up)
         self._switch = ExecutorSwitch()
@@ -156,18 +165,22 @@ class ExecutorLife:
 
     async def _work(self, prepared: PreparedExecutor) -> NoReturn:
         executor = prepared.executor
+        held = await self._settled_adapters(prepared)
         self.model = prepared.model
         self._steps.fit(prepared.ready)
+        self._steps.adopt_adapters(held)
         stream = prepared.connection.open_stream(self._steps.wake, self._steps.kv_epoch)
         try:
             await stream.connected()  # else the first step would be lost, and blamed for it
             self._registry.set_state(executor.executor_id, ExecutorState.ACTIVE)
             self._active = executor
+            self._adapters.lend(prepared.connection, prepared.ready.info.max_adapters)
             self._on_active(True)
             self._switch.succeed(executor)
             _log.info("executor_active", executor_id=executor.executor_id, address=executor.address)
             await first_of(self._steps.run(stream), self._check_others(executor))
         finally:
+            self._adapters.take_back()
             await stream.close()
 
     async def _ordered_is_ready(self) -> NoReturn:
@@ -206,6 +219,17 @@ class ExecutorLife:
         if prepared is not None:
             await prepared.connection.close()
             self._registry.set_state(prepared.executor.executor_id, ExecutorState.STANDBY)
+
+    async def _settled_adapters(self, prepared: PreparedExecutor) -> list[LoadedAdapter]:
+        """Have an executor hold the adapters that requests may name; the first one's are those."""
+        connection, max_adapters = prepared.connection, prepared.ready.info.max_adapters
+        if self.model is None:
+            return await settle_adapters(connection, max_adapters, None)
+        while True:
+            wanted = self._steps.adapters.all()
+            held = await settle_adapters(connection, max_adapters, wanted)
+            if wanted == self._steps.adapters.all():  # none was unloaded meanwhile
+                return held
 
     async def _check_others(self, active: RegisteredExecutor) -> NoReturn:
         """Reject standby executors of another model as they come, not only when they are needed."""

@@ -12,25 +12,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NoReturn
 
 import structlog
 from kvplane.executor.v1.executor_service_pb2 import ExecuteResponse
 
+from kvmanager_service.adapters import AdapterBook, adapter_lost
 from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.block_history import BlockHistory
 from kvmanager_service.core.errors import BadResultError, CoreError
 from kvmanager_service.core.fair_queue import FairWeights
 from kvmanager_service.core.kv_cache_coordinator import make_kv_cache, table_sizes
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix
-from kvmanager_service.core.request import FinishReason, NewRequest, RequestOutput
+from kvmanager_service.core.request import FinishReason, NewRequest, Request, RequestOutput
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig
 from kvmanager_service.core.step import Step
 from kvmanager_service.engine_api import OutputSink
 from kvmanager_service.errors import PreconditionError
-from kvmanager_service.executor_client import ExecutorLostError, ReadyExecutor, StepStream
+from kvmanager_service.executor_client import ExecutorLostError, LoadedAdapter, ReadyExecutor, StepStream
 from kvmanager_service.executor_groups import read_groups
 from kvmanager_service.heap import settle_heap
 from kvmanager_service.kv_events import KvEvents
@@ -51,6 +52,7 @@ class StepLoop:
         kv_epoch: names the content of the cache that the books are about; 0 before there is one.
         kv_events: for those who follow the cache.
         longest_chunk: most tokens of one request in a step.
+        adapters: the LoRA adapters that requests may name.
     """
 
     def __init__(self, config: ManagerConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -58,12 +60,14 @@ class StepLoop:
         self.kv_epoch = 0
         self.kv_events = KvEvents(config.kv_event_buffer)
         self.longest_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        self.adapters = AdapterBook()
         self._config = config
         self._clock = clock
         self._sinks: dict[str, OutputSink] = {}
         self._table_sizes: list[int] = []
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
+        self._published = asyncio.Event()
         self._got_result = False
 
     # --- requests come and go -------------------------------------------------------------------------------------
@@ -84,6 +88,7 @@ class StepLoop:
 
     def submit(self, request: NewRequest, sink: OutputSink, *branch_sinks: OutputSink) -> None:
         """See `engine_api.Engine.submit`."""
+        self.adapters.require_current(request.lora)
         self._books().add_request(request)
         self._sinks[request.request_id] = sink
         for branch, branch_sink in zip(request.branches, branch_sinks, strict=True):
@@ -132,6 +137,7 @@ class StepLoop:
         if self.scheduler is not None:
             self.scheduler.outstanding.clear()  # nobody takes their results any more
         self._idle.set()
+        self._published.set()
 
     async def wait_idle(self) -> None:
         """Wait until every client has been told the end of its request, and no step is out.
@@ -141,6 +147,34 @@ class StepLoop:
         while self._sinks or self.oldest_step is not None:
             self._idle.clear()
             await self._idle.wait()
+
+    def num_using(self, adapter: str) -> int:
+        """See `adapters.AdapterUsers`."""
+        return len(self._using(adapter))
+
+    async def wait_unused(self, adapter: str) -> None:
+        """See `adapters.AdapterUsers`."""
+        while any(_uses(row.request, adapter) for step in self._outstanding() for row in step.rows):
+            self._published.clear()
+            await self._published.wait()
+
+    def adopt_adapters(self, held: list[LoadedAdapter]) -> None:
+        """The executor has these adapters; requests that run with another end with an error."""
+        for adapter in self.adapters.adopt(held):
+            for request in self._using(adapter.name):
+                if (
+                    request.request_id in self._books_now().requests
+                ):  # one may end others that were to be forked from it
+                    self._books().fail(request.request_id, adapter_lost(adapter))
+        if self.scheduler is not None:
+            self._publish()
+
+    def _using(self, adapter: str) -> list[Request]:
+        requests = () if self.scheduler is None else self.scheduler.requests.values()
+        return [request for request in requests if _uses(request, adapter)]
+
+    def _outstanding(self) -> Collection[Step]:
+        return () if self.scheduler is None else self.scheduler.outstanding
 
     # --- an executor comes and goes -------------------------------------------------------------------------------
 
@@ -218,7 +252,9 @@ class StepLoop:
                 self._update(response)
             self._publish()
             while (step := scheduler.schedule()) is not None:
-                message = build_execute_request(step, self.kv_epoch, scheduler.kv.block_size, self._table_sizes)
+                message = build_execute_request(
+                    step, self.kv_epoch, scheduler.kv.block_size, self._table_sizes, self.adapters.ids
+                )
                 self._publish()  # while the step is sent, the id of who ended in it may be taken anew
                 await stream.send(message)
             self._publish()
@@ -246,6 +282,7 @@ class StepLoop:
             if match is not None or output.finish_reason is not None:
                 del self._sinks[output.request_id]
         self.kv_events.notify()
+        self._published.set()
         if not self._sinks:
             self._idle.set()
 
@@ -258,6 +295,10 @@ class StepLoop:
         scheduler = self._books()
         scheduler.kv.pool.advance(self._clock())
         return scheduler
+
+
+def _uses(request: Request, adapter: str) -> bool:
+    return request.lora is not None and request.lora.lora_id == adapter
 
 
 def _scheduler_config(config: ManagerConfig) -> SchedulerConfig:

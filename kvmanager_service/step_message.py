@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from kvplane.common.v1.common_pb2 import Int32Array
@@ -27,10 +27,15 @@ MAX_ERROR_CHARS = 400
 """Of what an executor says of a failed row. The client gets it in trailers, of which gRPC takes 8 KiB; there a
 character has up to 12 bytes in the message and 6 in the details."""
 _NOTHING: frozenset[int] = frozenset()
+_NO_ADAPTERS: Mapping[str, int] = {}
 
 
 def build_execute_request(
-    step: Step, kv_epoch: int, block_size: int, table_sizes: Sequence[int] = ()
+    step: Step,
+    kv_epoch: int,
+    block_size: int,
+    table_sizes: Sequence[int] = (),
+    adapter_ids: Mapping[str, int] = _NO_ADAPTERS,
 ) -> pb.ExecuteRequest:
     """Write a step down so that any executor whose blocks hold the tables' content can run it.
 
@@ -40,6 +45,7 @@ def build_execute_request(
         block_size: tokens per block of the one table that each request has in `blocks`.
         table_sizes: tokens per block by KV group, where requests have their tables in `tables`; then block_size means
             nothing.
+        adapter_ids: what the executor calls each adapter; those of all requests are among them.
     """
     query_indptr = [0]
     block_indptr = [0]
@@ -87,6 +93,10 @@ def build_execute_request(
         message.block_tags.tags.extend(b"" if content is None else encode_tag(content) for _, content in step.tags)
     if step.copies:
         message.copies.CopyFrom(_build_copies(step.copies))
+    if adapter_ids:
+        column = [0 if row.request.lora is None else adapter_ids[row.request.lora.lora_id] for row in step.rows]
+        if any(column):
+            message.adapter_ids.CopyFrom(_int32(column))
     return message
 
 

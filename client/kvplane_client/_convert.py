@@ -21,6 +21,7 @@ from kvplane_client.kv_events import KvBlockRemoved, KvBlockStored, KvCacheClear
 from kvplane_client.types import FinishReason, StopMatch, TokenLogprob, TokenLogprobs, Usage
 
 __all__ = [
+    "adapter_from",
     "block_filter_to",
     "block_from",
     "executor_from",
@@ -130,6 +131,13 @@ def pin_from(pin: manager_pb.PinnedPrefix) -> mt.PinnedPrefix:
     return mt.PinnedPrefix(pin.name, pin.num_tokens, pin.num_blocks, pin.held_blocks)
 
 
+def adapter_from(adapter: manager_pb.LoraAdapter) -> mt.LoraAdapter:
+    """Returns one adapter."""
+    return mt.LoraAdapter(
+        adapter.name, adapter.revision, adapter.source, adapter.rank, adapter.size_bytes, adapter.requests
+    )
+
+
 def pins_from(response: manager_pb.ListPinnedPrefixesResponse) -> mt.PinnedPrefixes:
     """Returns all pins."""
     return mt.PinnedPrefixes(tuple(map(pin_from, response.pins)), response.max_blocks)
@@ -168,6 +176,7 @@ def request_from(info: manager_pb.RequestInfo) -> mt.RequestInfo:
         finish_reason=finish_reason_from(info.finish_reason),
         tenant=info.tenant,
         block_tables=tuple(tuple(table.block_ids) for table in info.block_tables),
+        adapter=info.adapter,
     )
 
 

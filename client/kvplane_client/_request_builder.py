@@ -25,7 +25,7 @@ _SAMPLING = (
     "logprobs",
 )  # fmt: skip
 _STOPPING = ("max_tokens", "min_tokens", "ignore_eos", "include_stop")
-_REQUEST = ("n", "priority", "retention_priority", "cache_salt", "tenant")
+_REQUEST = ("n", "priority", "retention_priority", "cache_salt", "tenant", "adapter")
 _SEED_BITS = 63
 
 

@@ -38,6 +38,7 @@ from kvplane_client.manager_types import (
     BlockInfo,
     BlockTrace,
     ExecutorInfo,
+    LoraAdapter,
     Model,
     PinnedPrefix,
     PinnedPrefixes,
@@ -292,6 +293,39 @@ class AsyncClient:
         """Returns all pins, in the order they were made, and how many blocks they may name."""
         request = manager_pb.ListPinnedPrefixesRequest()
         return _convert.pins_from(await self._unary(self._stubs.manager.ListPinnedPrefixes, request))
+
+    async def load_adapter(self, name: str, source: str) -> LoraAdapter:
+        """Loads a LoRA adapter, for requests to name in ``adapter``, until it is unloaded.
+
+        Each executor that takes over loads it too, at the same revision. It may take minutes if the executor has to
+        fetch it from a hub: give the client a timeout to match.
+
+        Args:
+            name: What requests call it, 1 to 256 characters. Loading the same content under it again changes nothing.
+            source: A folder on the executors' machines, as peft saves it, or a hub id.
+
+        Raises:
+            InvalidArgumentError: The executor cannot read it, or not run it.
+            AlreadyExistsError: Other content is loaded under that name.
+            ResourceExhaustedError: The executor has no room for another.
+            FailedPreconditionError: It has room for none.
+        """
+        request = manager_pb.LoadAdapterRequest(name=name, source=source)
+        return _convert.adapter_from((await self._unary(self._stubs.manager.LoadAdapter, request)).adapter)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Takes a LoRA adapter away.
+
+        Raises:
+            NotFoundError: None is loaded under that name.
+            FailedPreconditionError: A request waits or runs with it.
+        """
+        await self._unary(self._stubs.manager.UnloadAdapter, manager_pb.UnloadAdapterRequest(name=name))
+
+    async def list_adapters(self) -> list[LoraAdapter]:
+        """Returns the LoRA adapters that requests may name, in the order they were loaded."""
+        response = await self._unary(self._stubs.manager.ListAdapters, manager_pb.ListAdaptersRequest())
+        return [_convert.adapter_from(adapter) for adapter in response.adapters]
 
     async def reset_prefix_cache(self) -> int:
         """Forgets every cached block.

@@ -21,6 +21,7 @@ from kvplane_client.manager_types import (
     BlockInfo,
     BlockTrace,
     ExecutorInfo,
+    LoraAdapter,
     Model,
     PinnedPrefix,
     PinnedPrefixes,
@@ -211,6 +212,18 @@ class Client:
     def list_pinned_prefixes(self) -> PinnedPrefixes:
         """Returns all pins."""
         return self._calls.wait(self._client.list_pinned_prefixes)
+
+    def load_adapter(self, name: str, source: str) -> LoraAdapter:
+        """Loads a LoRA adapter, for requests to name."""
+        return self._calls.wait(self._client.load_adapter, name, source)
+
+    def unload_adapter(self, name: str) -> None:
+        """Takes a LoRA adapter away."""
+        self._calls.wait(self._client.unload_adapter, name)
+
+    def list_adapters(self) -> list[LoraAdapter]:
+        """Returns the LoRA adapters that requests may name."""
+        return self._calls.wait(self._client.list_adapters)
 
     def reset_prefix_cache(self) -> int:
         """Forgets every cached block and returns how many there were."""

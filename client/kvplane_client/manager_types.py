@@ -18,6 +18,7 @@ __all__ = [
     "BlockTrace",
     "ExecutorInfo",
     "ExecutorState",
+    "LoraAdapter",
     "ManagerState",
     "Model",
     "PinnedPrefix",
@@ -150,6 +151,27 @@ class PinnedPrefixes:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraAdapter:
+    """A LoRA adapter that requests may name.
+
+    Attributes:
+        name: What requests call it.
+        revision: A digest of its weights and settings.
+        source: Where executors find it.
+        rank: The largest rank of its matrices.
+        size_bytes: What its weights take in the executor.
+        requests: How many wait or run with it.
+    """
+
+    name: str
+    revision: str
+    source: str
+    rank: int
+    size_bytes: int
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerSettings:
     """The limits the scheduler works under; the names are those of the manager's flags."""
 
@@ -226,6 +248,7 @@ class RequestInfo:
     finish_reason: FinishReason | None
     tenant: str
     block_tables: tuple[tuple[int, ...], ...] = ()
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

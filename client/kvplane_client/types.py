@@ -137,6 +137,8 @@ class GenerateOptions(TypedDict, total=False):
         cache_salt: Only requests with the same salt share cached blocks.
         tenant: Whose request it is, at most 256 characters: under the fair policy each tenant gets its share,
             and a manager may keep tenants' cached blocks apart.
+        adapter: The LoRA adapter it runs with, by the name it was loaded under (:meth:`AsyncClient.load_adapter`);
+            empty or None is the model itself.
         request_id: Names the request, at most 256 characters. Default: a random one.
         deadline: Seconds from now within which the request, retries included, must have ended; above a thousand million
             there is no limit. Default: the client's timeout.
@@ -164,6 +166,7 @@ class GenerateOptions(TypedDict, total=False):
     retention: Retention | None
     cache_salt: str | None
     tenant: str | None
+    adapter: str | None
     request_id: str | None
     deadline: float | None
 

@@ -34,6 +34,10 @@ class BackendError(Exception):
         self.metadata = {name: str(value) for name, value in metadata.items()}
 
 
+class AdapterError(BackendError):
+    """An adapter cannot be read, or is of a kind, or for a model, that this backend does not run."""
+
+
 class NotEnoughMemoryError(BackendError):
     """The memory left for KV does not hold one sequence of max_model_len (or not even two blocks)."""
 
@@ -81,6 +85,7 @@ class ModelInfo:
     kv_groups: tuple[KvGroupSpec, ...]
     max_logprobs: int
     tensor_parallel_size: int = 1
+    max_adapters: int = 0
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
 
 
@@ -101,6 +106,25 @@ class MemoryProfile:
     num_blocks: int
     overridden: bool
     num_host_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class AdapterContent:
+    """A LoRA adapter that was read, ready to be loaded.
+
+    Attributes:
+        revision: a digest of all that decides what it computes, at most 256 characters.
+        rank: the largest rank of its matrices.
+        weights: the backend's own.
+
+    Units:
+        size_bytes: bytes that its weights take.
+    """
+
+    revision: str
+    rank: int
+    size_bytes: int
+    weights: object = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +216,8 @@ class StepBatch:
 
     Shape:
         query_indptr: (R + 1,); token_ids, positions: (T,); seq_lens: (R,) sequence length after this step;
-        tables: one per KV group; slot_mappings: one (T,) int64 per KV group, block_id * block_size + offset.
+        tables: one per KV group; slot_mappings: one (T,) int64 per KV group, block_id * block_size + offset;
+        adapter_ids: (R,) of loaded adapters, 0 for the model itself; None where no row has one.
 
     Invariants:
         Every array is C-contiguous and read-only; every id is in range; positions of a row end at seq_lens[row] - 1.
@@ -206,6 +231,7 @@ class StepBatch:
     tables: Sequence[GroupTables]
     slot_mappings: Sequence[npt.NDArray[np.int64]]
     sampling: SamplingBatch | None
+    adapter_ids: Int32 | None = None
 
     @property
     def num_rows(self) -> int:
@@ -332,6 +358,34 @@ class Backend(ABC):
         Called once, before `load`, on the event loop's thread. The default never tells.
         """
         del tell
+
+    def read_adapter(self, source: str) -> AdapterContent:
+        """Read a LoRA adapter and lay it out for the model. The only method that any thread may call, at any time.
+
+        Called only where `ModelInfo.max_adapters` is above 0, as are the two below.
+
+        Args:
+            source: a folder as peft saves it, a hub id, or whatever else the backend takes.
+
+        Raises:
+            AdapterError: it cannot be read, or not be run.
+        """
+        raise AdapterError(
+            "ADAPTERS_NOT_SUPPORTED", f"expected a backend that runs adapters, got one without: {source}"
+        )
+
+    def load_adapter(self, adapter_id: int, content: AdapterContent) -> None:
+        """Have steps name what `read_adapter` returned. At most `max_adapters` are loaded at once.
+
+        Args:
+            adapter_id: at least 1; one that was never used before.
+            content: the adapter.
+        """
+        raise NotImplementedError
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        """Give back the memory of a loaded adapter; no step names it any more."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Give back memory and devices. Called once, last; the default does nothing."""

@@ -2,7 +2,8 @@
 
 Station: called by `server`. A backend is a class registered under the entry-point group `kvplane.backends`, whose
 constructor takes one dataclass; the dataclass's fields that are named like fields of `ExecutorConfig` get its values,
-others keep their defaults. Where it has no `kv_cache_dtype`, any but auto is refused. Nothing is imported but the
+others keep their defaults. Where it has no `kv_cache_dtype`, any but auto is refused, and without
+`max_loras` any but 0. Nothing is imported but the
 backend asked for: `sim` runs without torch. A class that is not registered, as one that is being written, is named by
 its place: "module:class".
 """
@@ -93,5 +94,11 @@ def _backend_config(backend_class: type, config: ExecutorConfig) -> object:
             f" {config.kv_cache_dtype!r}; leave it out, or use another backend"
         )
         raise BackendError("BAD_KV_CACHE_DTYPE", message, backend=config.backend, kv_cache_dtype=config.kv_cache_dtype)
+    if config.max_loras and "max_loras" not in names:
+        message = (
+            f"backend {config.backend!r} runs no adapters: expected --max-loras 0, got {config.max_loras}; leave it"
+            " out, or use another backend"
+        )
+        raise BackendError("BAD_MAX_LORAS", message, backend=config.backend, max_loras=config.max_loras)
     config_class = typing.cast("type[object]", hints[0])
     return config_class(**{name: getattr(config, name) for name in names})

@@ -12,6 +12,9 @@ All arithmetic is modulo 2**64; `mix` is a bijection with good avalanche, G an o
 With several KV groups each has digests and a content of its own, from a root of its own, and content is the sum over
 groups g of content_g * GROUP**g; a group with a window sums over the window's positions only.
 
+A row with an adapter adds salt(revision) with each token, so that the adapter's rows need digests of their own,
+computed with it throughout. Any source is an adapter, and its revision is a digest of that text.
+
 So the output depends on the content and the order of every block in the table, as attention does, and is computable
 from the prompt alone: `expected_tokens`. An unwritten slot holds 0. The content of whole blocks is kept as one
 polynomial per block and corrected with every write, so that a step costs per block, not per token of context.
@@ -30,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from executor_service.backends.base import (
+    AdapterContent,
     Backend,
     BackendError,
     BlockCopies,
@@ -43,7 +47,13 @@ from executor_service.backends.base import (
     StepBatch,
     StepResult,
 )
-from executor_service.backends.sim_digest import group_constants, mix_array, powers_of_g
+from executor_service.backends.sim_digest import (
+    adapter_revision,
+    adapter_salt,
+    group_constants,
+    mix_array,
+    powers_of_g,
+)
 from executor_service.backends.sim_sampler import choose_tokens
 
 __all__ = ["SimBackend", "SimBackendConfig"]
@@ -84,6 +94,7 @@ class SimBackendConfig:
     sim_num_blocks: int = 4096
     sim_eos_token_ids: tuple[int, ...] = ()
     sim_windows: tuple[int, ...] = ()
+    max_loras: int = 0
 
 
 class SimBackend(Backend):
@@ -103,6 +114,7 @@ class SimBackend(Backend):
         bytes_per_block = config.block_size * _BYTES_PER_SLOT
         self._groups = [KvGroupSpec(1, 1, 1, bytes_per_block, window) for window in config.sim_windows or (0,)]
         self._roots, self._factors = group_constants(len(self._groups))
+        self._salts = {0: 0}
         fits = (self._num_blocks - 1) // len(self._groups) * config.block_size
         self._max_model_len = config.max_model_len or min(_DEFAULT_MAX_MODEL_LEN, fits)
         self._powers = powers_of_g(0)
@@ -137,6 +149,7 @@ class SimBackend(Backend):
         windows = "".join(f"-{window}" for window in config.sim_windows)
         return ModelInfo(
             model_name=config.model_name or "sim",
+            max_adapters=config.max_loras,
             model_fingerprint=f"sim-1-vocab-{config.sim_vocab_size}{'-windows' if windows else ''}{windows}",
             device="cpu",
             dtype="uint64",
@@ -202,6 +215,18 @@ class SimBackend(Backend):
             for source, target in zip(sources, targets, strict=True):
                 target[run.target_ids] = source[run.source_ids]
 
+    def read_adapter(self, source: str) -> AdapterContent:
+        """Take any text for an adapter."""
+        return AdapterContent(adapter_revision(source), rank=1, size_bytes=_BYTES_PER_SLOT, weights=None)
+
+    def load_adapter(self, adapter_id: int, content: AdapterContent) -> None:
+        """Note its salt."""
+        self._salts[adapter_id] = adapter_salt(content.revision)
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        """Forget its salt."""
+        del self._salts[adapter_id]
+
     def execute(self, batch: StepBatch) -> StepResult:
         """Write the digests of all rows, then produce tokens, then wait for the step's time to pass.
 
@@ -223,6 +248,9 @@ class SimBackend(Backend):
         """Store each token's digest of one KV group in its slot and correct the blocks' polynomials."""
         starts, slots = batch.query_indptr[:-1], batch.slot_mappings[group]
         added = mix_array(batch.token_ids.astype(np.uint64) << np.uint64(32) | batch.positions.astype(np.uint64))
+        if batch.adapter_ids is not None:
+            salts = np.array([self._salts[adapter_id] for adapter_id in batch.adapter_ids.tolist()], dtype=np.uint64)
+            added += np.repeat(salts, np.diff(batch.query_indptr))
         sums = np.cumsum(added)
         # The digest of a row's token is the sum up to it, plus what the row's first token found, less what other rows
         # have put into the sum.

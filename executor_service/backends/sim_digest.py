@@ -6,6 +6,7 @@ constants with the backend, and no code: it knows no block and no step.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -15,6 +16,8 @@ __all__ = [
     "PENALTY",
     "ROOT",
     "G",
+    "adapter_revision",
+    "adapter_salt",
     "expected_tokens",
     "group_constants",
     "history_digest",
@@ -55,6 +58,16 @@ def group_constants(count: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.
     return ROOT + np.arange(count, dtype=np.uint64) * GROUP, np.cumprod(factors)
 
 
+def adapter_revision(source: str) -> str:
+    """Name the weights of an adapter that comes from there."""
+    return hashlib.sha256(source.encode()).hexdigest()[:32]
+
+
+def adapter_salt(revision: str) -> int:
+    """Return what each token of an adapter's rows adds to its digest, below 2**64."""
+    return int.from_bytes(hashlib.sha256(revision.encode()).digest()[:8], "little")
+
+
 def history_digest(token_ids: npt.NDArray[np.int32], prompt_len: int) -> npt.NDArray[np.uint64]:
     """Digest a penalised row's history and where its prompt ends. Shape: returns (1,)."""
     terms: npt.NDArray[np.uint64] = (token_ids.astype(np.uint64) + np.uint64(1)) * powers_of_g(len(token_ids))[1:]
@@ -72,6 +85,7 @@ def expected_tokens(
     min_tokens: int | None = None,
     penalised: bool = False,
     windows: Sequence[int] = (0,),
+    salt: int = 0,
 ) -> list[int]:
     """Compute what a `sim` executor produces for a prompt if every table it is sent is right.
 
@@ -85,6 +99,7 @@ def expected_tokens(
         min_tokens: how many of the first tokens the suppression holds for; None is all.
         penalised: whether the row has a repetition, presence or frequency penalty other than none.
         windows: the executor's `sim_windows`, one value for each KV group.
+        salt: the `adapter_salt` of the adapter it runs with; 0 for none.
 
     Returns:
         `num_tokens` ids.
@@ -96,7 +111,7 @@ def expected_tokens(
     for produced in range(num_tokens):
         for position in range(len(terms[0]), len(tokens)):
             for group, window in enumerate(windows):
-                sums[group] += _mix(tokens[position] << 32 | position)
+                sums[group] += _mix(tokens[position] << 32 | position) + salt
                 terms[group].append(sums[group] * power & _MASK)
                 contents[group] += terms[group][position]
                 if window and position >= window:

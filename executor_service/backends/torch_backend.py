@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import structlog
 import torch
 
 from executor_service.backends.base import (
+    AdapterContent,
+    AdapterError,
     Backend,
     BackendError,
     BlockCopies,
@@ -46,6 +49,7 @@ from executor_service.kv_scales import (
 )
 from executor_service.layer_groups import LayerGroups, group_layers
 from executor_service.layer_ops import TorchOps
+from executor_service.lora import LoraAdapters, find_targets
 from executor_service.memory_profiler import (
     PeakMeter,
     available_bytes,
@@ -98,6 +102,8 @@ class TorchBackendConfig:
             none is anyway.
         cache_dir: where converted GGUF files and compiled kernels lie; None is `default_cache_dir()`.
         native_kernels: compile kernels for this CPU, where there is a compiler.
+        max_loras: adapters at once; memory for as many is reserved.
+        max_lora_rank: the largest rank of an adapter.
     """
 
     model: str
@@ -115,6 +121,8 @@ class TorchBackendConfig:
     enforce_eager: bool = False
     cache_dir: Path | None = None
     native_kernels: bool = True
+    max_loras: int = 0
+    max_lora_rank: int = 16
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
@@ -125,6 +133,8 @@ class TorchBackendConfig:
             ("swap_space", self.swap_space, self.swap_space >= 0, "at least 0"),
             ("num_blocks_override", self.num_blocks_override, (self.num_blocks_override or 2) >= 2, "at least 2"),
             ("num_threads", self.num_threads, self.num_threads is None or self.num_threads >= 1, "at least 1"),
+            ("max_loras", self.max_loras, self.max_loras >= 0, "at least 0"),
+            ("max_lora_rank", self.max_lora_rank, self.max_lora_rank >= 1, "at least 1"),
         )
         for name, value, good, expected in checks:
             if not good:
@@ -153,6 +163,7 @@ class TorchBackend(Backend):
         self._kernels: PagedKernels | None = None
         self._memory: KvMemory | None = None
         self._shard: ModelShard | None = None
+        self._lora: LoraAdapters | None = None
         self._weights_bytes = 0
         self._graph_sizes: tuple[int, ...] = ()
 
@@ -204,6 +215,8 @@ class TorchBackend(Backend):
             packed = pack_linear_layers(
                 loaded.model, lambda: probe(loaded.model, loaded.vocab_size), self._native_for(loaded)
             )
+            if config.max_loras:
+                self._lora = self._make_lora(loaded)
             if self._fp8 is not None:
                 loaded = self._quantized(loaded, layout, self._runner, self._fp8)
             self._loaded, self._layout = loaded, layout
@@ -293,10 +306,9 @@ class TorchBackend(Backend):
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Run one step; see the base class."""
-        _, _, runner = self._ready()
         memory = self._ready_memory()
         try:
-            return runner.run(batch, memory.cache)
+            return self._run(batch, memory.cache)
         except RuntimeError as error:  # what torch raises: out of memory, a failed kernel
             raise BackendError("STEP_FAILED", f"step {batch.step_id} failed in torch: {error}") from error
 
@@ -323,11 +335,28 @@ class TorchBackend(Backend):
             returns (S, V) in the model's type.
         """
         _, _, runner = self._ready()
-        return runner.forward(batch, self._ready_memory().cache)
+        memory = self._ready_memory()
+        if batch.adapter_ids is None:
+            return runner.forward(batch, memory.cache)
+        with self._ready_lora().step(batch):
+            return runner.forward(batch, memory.cache)
+
+    def read_adapter(self, source: str) -> AdapterContent:
+        """Read an adapter in peft's format; see the base class."""
+        return self._ready_lora().read(source)
+
+    def load_adapter(self, adapter_id: int, content: AdapterContent) -> None:
+        """Hook its layers; see the base class."""
+        self._ready_lora().add(adapter_id, content)
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        """Let go of its matrices; see the base class."""
+        self._ready_lora().remove(adapter_id)
+        release_free_memory(self._device)
 
     def close(self) -> None:
         """Give back weights and cache."""
-        self._runner = self._loaded = None
+        self._runner = self._loaded = self._lora = None
         self._drop_memory()
 
     def _make_kernels(self, loaded: LoadedModel, layout: KvLayout, limits: AttentionLimits) -> PagedKernels:
@@ -356,6 +385,29 @@ class TorchBackend(Backend):
         if self._loaded is None or self._layout is None or self._runner is None:
             raise BackendError("NOT_LOADED", "expected load() first, got a backend without a model")
         return self._loaded, self._layout, self._runner
+
+    def _ready_lora(self) -> LoraAdapters:
+        if self._lora is None:
+            raise AdapterError("ADAPTERS_NOT_SUPPORTED", "expected an executor with --max-loras above 0, got 0")
+        return self._lora
+
+    def _make_lora(self, loaded: LoadedModel) -> LoraAdapters:
+        """Find the layers that adapters may be for."""
+        return LoraAdapters(
+            find_targets(loaded.model, lambda: probe(loaded.model, loaded.vocab_size)),
+            max_adapters=self._config.max_loras,
+            max_rank=self._config.max_lora_rank,
+            dtype=loaded.dtype,
+            device=self._device,
+        )
+
+    def _run(self, batch: StepBatch, cache: PagedKvCache) -> StepResult:
+        """Run a step, its rows' adapters at work."""
+        _, _, runner = self._ready()
+        if batch.adapter_ids is None:
+            return runner.run(batch, cache)
+        with self._ready_lora().step(batch):
+            return runner.run(batch, cache)
 
     def _ready_memory(self) -> KvMemory:
         if self._memory is None:
@@ -424,7 +476,10 @@ class TorchBackend(Backend):
         self._record_graphs(scratch)  # what they hold, they hold beside every step
         reserved = torch.ones(reserved_bytes, dtype=torch.uint8, device=self._device)
         warm_up(loaded.model, max_num_batched_tokens)
-        runner.run(batch, scratch)
+        if self._lora is None:
+            runner.run(batch, scratch)
+        else:
+            self._run_with_adapters(self._lora, batch, scratch)
         del reserved
         # Copies run before a step, never beside it.
         torch.ones(copy_workspace_bytes(layout), dtype=torch.uint8, device=self._device)
@@ -449,6 +504,21 @@ class TorchBackend(Backend):
             runner.record_graphs(cache, sizes, vocab_size=vocab_size, max_model_len=length, record=record)
         )
         _log.info("decode_graphs_recorded", sizes=len(sizes), most_rows=sizes[-1], seconds=time.monotonic() - start)
+
+    def _run_with_adapters(self, lora: LoraAdapters, batch: StepBatch, scratch: PagedKvCache) -> None:
+        """The worst step with as many and as large adapters as may be, while one more is read.
+
+        It takes most where all tokens are one adapter's, or where those of two lie in turn and are gathered; which of
+        them depends on a layer's shape.
+        """
+        on_cpu = self._device.type == "cpu"
+        read = 3 * lora.max_file_bytes if on_cpu else 0  # as bytes, as tensors, and laid out
+        being_read = torch.ones(read, dtype=torch.uint8)
+        with lora.largest() as ids:
+            for most in {1, min(2, len(ids))}:
+                adapter_ids = np.arange(batch.num_rows, dtype=np.int32) % np.int32(most) + np.int32(1)
+                self._run(replace(batch, adapter_ids=adapter_ids), scratch)
+        del being_read
 
     def _quantized(self, loaded: LoadedModel, layout: KvLayout, runner: ModelRunner, name: str) -> LoadedModel:
         """Find the scales, and with them the codecs and what the model is called from then on."""
@@ -536,6 +606,7 @@ class TorchBackend(Backend):
             block_size=layout.block_size,
             kv_groups=self._kv_groups(layout),
             max_logprobs=min(MAX_LOGPROBS, loaded.vocab_size),
+            max_adapters=self._config.max_loras,
             tokenizer_files=loaded.tokenizer_files,
         )
 

@@ -199,6 +199,7 @@ class Request:
         last_block_id_bytes: the table it held when it ended; of several KV groups, that of the first.
         block_hashes: chain hashes of the full blocks of known tokens.
         block_tokens: those blocks' tokens; what is cached of them keeps the very same objects.
+        lora: the adapter it runs with; None is the model itself.
         extra_keys: what of the request as a whole decides its K/V; keys of its first block.
         spans: what stands behind its tokens; None for nothing.
         retention: ranges that cover all its tokens; None where `retention_priority` is all it asks.
@@ -241,6 +242,7 @@ class Request:
         "last_sample_index",
         "last_step_id",
         "leader",
+        "lora",
         "max_total_tokens",
         "may_share_tail",
         "min_tokens",
@@ -279,6 +281,7 @@ class Request:
         self.retention_priority = new.retention_priority
         self.retention = without_gaps(new.retention, new.retention_priority) if new.retention else None
         self.arrival_seq = arrival_seq
+        self.lora = new.lora
         self.extra_keys = request_keys(new.cache_salt, new.tenant if new.is_isolated else None, new.lora)
         self.spans = SpanKeys(new.spans) if new.spans else None
 

@@ -19,6 +19,7 @@ from kvmanager_service.convert import check_pin_name
 from kvmanager_service.core.block_history import BlockMoment, BlockRecord
 from kvmanager_service.core.request import RequestStatus
 from kvmanager_service.engine_api import (
+    AdapterView,
     BlockView,
     Engine,
     EngineStats,
@@ -171,6 +172,23 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
             view = self._engine.pinned_prefixes()
             return pb.ListPinnedPrefixesResponse(pins=map(_to_pinned_prefix, view.pins), max_blocks=view.max_blocks)
 
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:  # noqa: N802
+        """Serve `LoadAdapter`; see the proto."""
+        async with RpcErrors(context):
+            adapter = await self._engine.load_adapter(request.name, request.source)
+            return pb.LoadAdapterResponse(adapter=_to_lora_adapter(adapter))
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:  # noqa: N802
+        """Serve `UnloadAdapter`; see the proto."""
+        async with RpcErrors(context):
+            await self._engine.unload_adapter(request.name)
+            return pb.UnloadAdapterResponse()
+
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:  # noqa: N802
+        """Serve `ListAdapters`; see the proto."""
+        async with RpcErrors(context):
+            return pb.ListAdaptersResponse(adapters=map(_to_lora_adapter, self._engine.adapters()))
+
     async def ResetPrefixCache(  # noqa: N802
         self, request: pb.ResetPrefixCacheRequest, context: Context
     ) -> pb.ResetPrefixCacheResponse:
@@ -271,6 +289,7 @@ def _to_request_info(view: RequestView) -> pb.RequestInfo:
         age_seconds=view.age_seconds,
         tenant=view.tenant,
         block_tables=[pb.GroupBlockTable(block_ids=block_ids) for block_ids in view.block_tables],
+        adapter=view.adapter,
     )
     if view.finish_reason is not None and view.finish_reason in FINISH_REASONS:
         info.finish_reason = FINISH_REASONS[view.finish_reason]
@@ -280,6 +299,17 @@ def _to_request_info(view: RequestView) -> pb.RequestInfo:
 def _to_pinned_prefix(view: PinView) -> pb.PinnedPrefix:
     return pb.PinnedPrefix(
         name=view.name, num_tokens=view.num_tokens, num_blocks=view.num_blocks, held_blocks=view.held_blocks
+    )
+
+
+def _to_lora_adapter(view: AdapterView) -> pb.LoraAdapter:
+    return pb.LoraAdapter(
+        name=view.name,
+        revision=view.revision,
+        source=view.source,
+        rank=view.rank,
+        size_bytes=view.size_bytes,
+        requests=view.requests,
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 import executor_service
 import kvmanager_service
 from executor_service import errors as executor_errors
-from executor_service.backends.base import NotEnoughMemoryError
+from executor_service.backends.base import AdapterError, NotEnoughMemoryError
 from kvmanager_service import errors as manager_errors
 from kvmanager_service.core import errors as core_errors
 from kvmanager_service.engine_api import ManagerState
@@ -50,6 +50,7 @@ def reasons() -> set[tuple[str, str]]:
     of_manager[ExecutorUnfitError.__name__] = of_manager["ExecutorRejectedError"]  # what the executor is told
     kinds = [kind for kind in vars(executor_errors).values() if inspect.isclass(kind)]
     of_executor = {kind.__name__: kind.code.name for kind in kinds if issubclass(kind, executor_errors.ExecutorError)}
+    of_executor[AdapterError.__name__] = executor_errors.RefusedAdapterError.code.name
     of_executor[NotEnoughMemoryError.__name__] = executor_errors.FailedPreconditionError.code.name
     invalid_field = of_executor.pop(executor_errors.InvalidFieldError.__name__)  # it is made with the field's name
     found = {("INVALID_FIELD", invalid_field)}

@@ -116,6 +116,7 @@ def chat(
     retention: opt.RetentionParts = None,
     cache_salt: opt.CacheSalt = None,
     tenant: opt.Tenant = None,
+    adapter: opt.Adapter = None,
     deadline: opt.Deadline = None,
     server: opt.Server = "localhost:50051",
     wait: opt.Wait = 0,
@@ -143,6 +144,7 @@ def chat(
         retention=retention,
         cache_salt=cache_salt,
         tenant=tenant,
+        adapter=adapter,
         deadline=deadline,
     )
     with generation_session(server, as_json=as_json, wait=wait) as (client, model):

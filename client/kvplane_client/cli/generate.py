@@ -100,6 +100,7 @@ def generate(
     retention: opt.RetentionParts = None,
     cache_salt: opt.CacheSalt = None,
     tenant: opt.Tenant = None,
+    adapter: opt.Adapter = None,
     request_id: Annotated[
         str | None,
         typer.Option(
@@ -135,6 +136,7 @@ def generate(
         retention=retention,
         cache_salt=cache_salt,
         tenant=tenant,
+        adapter=adapter,
         request_id=request_id,
         deadline=deadline,
         n=num_outputs if num_outputs > 1 else None,

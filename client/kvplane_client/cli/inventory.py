@@ -61,6 +61,9 @@ def _request_table(infos: Sequence[RequestInfo]) -> Table:
     has_tenants = any(info.tenant for info in infos)
     if has_tenants:
         table.add_column("tenant", overflow="fold")
+    has_adapters = any(info.adapter for info in infos)
+    if has_adapters:
+        table.add_column("adapter", overflow="fold")
     for name in ("age", "prompt", "cached", "output", "computed", "preempted"):
         table.add_column(name, justify="right")
     table.add_column("blocks", overflow="fold")
@@ -75,7 +78,8 @@ def _request_table(infos: Sequence[RequestInfo]) -> Table:
         )
         age = f"{info.age_seconds:.1f} s"
         tenant = (escaped(info.tenant),) if has_tenants else ()
-        table.add_row(escaped(info.request_id), status, *tenant, age, *(str(count) for count in counts), _tables(info))
+        owner = (*tenant, *((escaped(info.adapter),) if has_adapters else ()))
+        table.add_row(escaped(info.request_id), status, *owner, age, *(str(count) for count in counts), _tables(info))
     return table
 
 

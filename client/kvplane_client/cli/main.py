@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from kvplane_client._version import __version__
 from kvplane_client.cli import (
+    adapter,
     calibrate,
     chat,
     conformance,
@@ -115,6 +116,7 @@ for passed_through in (replay.replay, calibrate.calibrate):
 app.command()(plan.plan)
 app.command()(conformance.conformance)
 app.add_typer(model.app, name="model")
+app.add_typer(adapter.app, name="adapter")
 
 
 @app.command()

@@ -14,6 +14,7 @@ from kvplane_client.cli.values import MAX_INT32, address, integer, number, refus
 from kvplane_client.types import GenerateOptions, Retention, RetentionLevel, RetentionRange
 
 __all__ = [
+    "Adapter",
     "CacheSalt",
     "Deadline",
     "FrequencyPenalty",
@@ -219,6 +220,13 @@ Tenant = Annotated[
     typer.Option(
         "--tenant", metavar="NAME", parser=text(0, 256, advice="shorten it"),
         help="Whose request it is: each has its share under --policy fair.", rich_help_panel=_REQUEST,
+    ),
+]  # fmt: skip
+Adapter = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter", metavar="NAME", parser=text(0, 256, advice="`kvplane adapter list` shows the names"),
+        help="Run with this LoRA adapter; see `kvplane adapter`.", rich_help_panel=_REQUEST,
     ),
 ]  # fmt: skip
 Deadline = Annotated[

@@ -232,6 +232,16 @@ class _Manager(manager_grpc.KvManagerServiceServicer):
     async def UnpinPrefix(self, request: Any, context: Any) -> Any:
         return await _unary(self._scripts, "UnpinPrefix", request, context, manager_pb.UnpinPrefixResponse())
 
+    async def LoadAdapter(self, request: Any, context: Any) -> Any:
+        response = manager_pb.LoadAdapterResponse(adapter=ADAPTERS.adapters[0])
+        return await _unary(self._scripts, "LoadAdapter", request, context, response)
+
+    async def UnloadAdapter(self, request: Any, context: Any) -> Any:
+        return await _unary(self._scripts, "UnloadAdapter", request, context, manager_pb.UnloadAdapterResponse())
+
+    async def ListAdapters(self, request: Any, context: Any) -> Any:
+        return await _unary(self._scripts, "ListAdapters", request, context, ADAPTERS)
+
     async def ListPinnedPrefixes(self, request: Any, context: Any) -> Any:
         return await _unary(self._scripts, "ListPinnedPrefixes", request, context, PINS)
 
@@ -321,6 +331,14 @@ BLOCKS = [
     manager_pb.BlockInfo(block_id=4, ref_cnt=0, block_hash=b"\x03" * 16),
     manager_pb.BlockInfo(block_id=70, ref_cnt=0),
 ]
+ADAPTERS = manager_pb.ListAdaptersResponse(
+    adapters=[
+        manager_pb.LoraAdapter(
+            name="support", revision="r1", source="/lora/support", rank=8, size_bytes=2_500_000, requests=3
+        ),
+        manager_pb.LoraAdapter(name="[b]", revision="r2", source="org/b", rank=16, size_bytes=400_000),
+    ]
+)
 PINS = manager_pb.ListPinnedPrefixesResponse(
     pins=[
         manager_pb.PinnedPrefix(name="system", num_tokens=70, num_blocks=4, held_blocks=3),

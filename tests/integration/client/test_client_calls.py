@@ -32,6 +32,7 @@ from kvplane_client import (
     InvalidArgumentError,
     KvCacheIndex,
     KvPlaneError,
+    LoraAdapter,
     ManagerState,
     NotFoundError,
     OutOfRangeError,
@@ -159,6 +160,17 @@ async def test_switch_executor_names_the_one_and_returns_the_other(
         await client.switch_executor("ex-3")
     with pytest.raises(FailedPreconditionError, match="it is active"):
         await client.switch_executor("ex-1")
+
+
+async def test_adapters_are_loaded_listed_and_unloaded(client: AsyncClient, manager: ScriptedManager) -> None:
+    loaded = await client.load_adapter("support", "/lora/support")
+    assert loaded == LoraAdapter("support", "r1", "/lora/support", rank=8, size_bytes=2_500_000, requests=3)
+    assert manager.scripts.of("LoadAdapter") == [manager_pb.LoadAdapterRequest(name="support", source="/lora/support")]
+    assert [one.name for one in await client.list_adapters()] == ["support", "[b]"]
+    await client.unload_adapter("support")
+    manager.scripts.unary["UnloadAdapter"] = [fail(grpc.StatusCode.NOT_FOUND, "no adapter", "UNKNOWN_ADAPTER")]
+    with pytest.raises(NotFoundError, match="no adapter"):
+        await client.unload_adapter("support")
 
 
 async def test_pins_are_made_listed_and_unmade(client: AsyncClient, manager: ScriptedManager) -> None:

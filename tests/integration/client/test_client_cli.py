@@ -183,6 +183,25 @@ def test_pin_takes_text_from_argument_or_stdin_or_token_ids(cli: Cli, threaded_m
     assert cli("pin", "system", stdin="").exit_code == 2
 
 
+def test_adapter_load_list_and_unload(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    assert cli("adapter", "load", "support", "/lora/support").stdout == (
+        "loaded support: revision r1, rank 8, 2.5 MB\n"
+    )
+    assert threaded_manager.scripts.of("LoadAdapter") == [
+        manager_pb.LoadAdapterRequest(name="support", source="/lora/support")
+    ]
+    plain, (document,) = cli("adapter", "list"), lines(cli("adapter", "list", "--json"))
+    assert [line.split() for line in plain.stdout.splitlines()[1:3]] == [
+        ["support", "8", "2.5", "3", "r1", "/lora/support"], ["[b]", "16", "0.4", "0", "r2", "org/b"],
+    ]  # fmt: skip
+    assert [one["name"] for one in document["adapters"]] == ["support", "[b]"]
+    assert cli("adapter", "unload", "support").stdout == "unloaded support\n"
+    assert lines(cli("adapter", "unload", "support", "--json")) == [{"unloaded": "support"}]
+    nothing = manager_pb.ListAdaptersResponse()
+    threaded_manager.scripts.unary["ListAdapters"] = [lambda request, context: succeed_with(nothing, request, context)]
+    assert cli("adapter", "list").stdout == "no adapter is loaded\n"
+
+
 def test_unpin_and_pins(cli: Cli, threaded_manager: ThreadedManager) -> None:
     assert cli("unpin", "system").stdout == "unpinned system\n"
     assert lines(cli("unpin", "system", "--json")) == [{"unpinned": "system"}]
@@ -649,6 +668,9 @@ ACTIVE = {"state": registry_pb.EXECUTOR_STATE_ACTIVE}
     ("command", "method", "response"),
     [
         (["pins"], "ListPinnedPrefixes", manager_pb.ListPinnedPrefixesResponse(pins=[{"name": HOSTILE}])),
+        (["adapter", "list"], "ListAdapters", manager_pb.ListAdaptersResponse(adapters=[{"name": HOSTILE}])),
+        (["adapter", "load", "x", "y"], "LoadAdapter", manager_pb.LoadAdapterResponse(adapter={"name": HOSTILE})),
+        (["requests"], "ListRequests", manager_pb.ListRequestsResponse(requests=[{"adapter": HOSTILE, **RUNNING}])),
         (["pin", "x", "text"], "PinPrefix", manager_pb.PinPrefixResponse(pin={"name": HOSTILE})),
         (["requests"], "ListRequests", manager_pb.ListRequestsResponse(requests=[{"request_id": HOSTILE, **RUNNING}])),
         (["requests"], "ListRequests", manager_pb.ListRequestsResponse(requests=[{"tenant": HOSTILE, **RUNNING}])),

@@ -19,9 +19,11 @@ from kvplane.kvmanager.v1 import (
 from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.errors import CoreError, DuplicateRequestError, UnknownPinError, UnknownRequestError
+from kvmanager_service.core.extra_keys import LoraAdapter
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import FinishReason, NewRequest, RequestOutput
 from kvmanager_service.engine_api import (
+    AdapterView,
     BlockTrace,
     BlockView,
     EngineStats,
@@ -32,7 +34,7 @@ from kvmanager_service.engine_api import (
     PinView,
     RequestView,
 )
-from kvmanager_service.errors import UnavailableError
+from kvmanager_service.errors import UnavailableError, UnknownAdapterError
 from kvmanager_service.kv_events import KvEvents
 from kvmanager_service.registry import ExecutorRegistry
 from kvmanager_service.server import Health, ManagerServer
@@ -54,6 +56,7 @@ class FakeEngine:
     snapshot: list[tuple[int, BlockContent]] = field(default_factory=list)
     pinned: dict[str, PinnedPrefix] = field(default_factory=dict)
     switched_to: list[str] = field(default_factory=list)
+    loaded: dict[str, AdapterView] = field(default_factory=dict)
     stats_value: EngineStats = field(default_factory=lambda: EngineStats(1.5, ManagerState.SERVING))
 
     def check_open(self) -> None:
@@ -125,6 +128,23 @@ class FakeEngine:
             [PinView(name, pin.num_tokens, 4 * index, 4 * index - 1) for index, (name, pin) in
              enumerate(self.pinned.items(), start=1)], 20,
         )  # fmt: skip
+
+    def adapter(self, name: str) -> LoraAdapter:
+        if name not in self.loaded:
+            raise UnknownAdapterError("UNKNOWN_ADAPTER", "expected a loaded adapter", adapter=name)
+        return LoraAdapter(name, self.loaded[name].revision)
+
+    async def load_adapter(self, name: str, source: str) -> AdapterView:
+        self._check()
+        self.loaded[name] = AdapterView(name, f"revision of {source}", source, 8, 1_000, 2)
+        return self.loaded[name]
+
+    async def unload_adapter(self, name: str) -> None:
+        self.adapter(name)
+        del self.loaded[name]
+
+    def adapters(self) -> list[AdapterView]:
+        return list(self.loaded.values())
 
     def reset_prefix_cache(self) -> int:
         self._check()

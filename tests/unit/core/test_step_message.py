@@ -6,6 +6,7 @@ from kvplane.executor.v1 import executor_service_pb2 as pb
 
 from kvmanager_service.core.block_tag import decode_tag
 from kvmanager_service.core.errors import BadResultError
+from kvmanager_service.core.extra_keys import LoraAdapter
 from kvmanager_service.core.kv_cache_coordinator import table_sizes
 from kvmanager_service.core.kv_groups import FullAttention, SlidingWindow
 from kvmanager_service.core.request import SamplingParams, TokenLogprobs
@@ -306,3 +307,18 @@ def test_read_execute_response_long_message_of_a_failed_row_is_cut() -> None:
 def test_read_execute_response_malformed_column_raises(response: pb.ExecuteResponse) -> None:
     with pytest.raises(BadResultError, match="well-formed result of step 5"):
         read_execute_response(response)
+
+
+def test_build_execute_request_rows_name_their_adapters_and_a_step_without_any_names_none() -> None:
+    scheduler = make_scheduler(make_kv(block_size=4))
+    for request_id, lora in (("a", LoraAdapter("x", "1")), ("b", None), ("c", LoraAdapter("y"))):
+        scheduler.add_request(make_new(request_id, [1, 2, 3], lora=lora))
+    step = scheduler.schedule()
+    assert step is not None
+    message = build_execute_request(step, 77, 4, adapter_ids={"x": 7, "y": 3, "z": 1})
+    assert ints(message.adapter_ids) == [7, 0, 3]
+    other = make_scheduler(make_kv(block_size=4))
+    other.add_request(make_new("b", [1, 2, 3]))
+    step = other.schedule()
+    assert step is not None
+    assert not build_execute_request(step, 77, 4, adapter_ids={"x": 7}).HasField("adapter_ids")

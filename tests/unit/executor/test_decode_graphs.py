@@ -7,6 +7,7 @@ is here: padding, sizes, tables overwritten between steps, what is left to the r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -113,6 +114,7 @@ def test_steps_that_are_no_plain_decode_are_left_to_the_runner(backend: TritonBa
         "prefill": build_step([Row([1, 2], 5, **row)], 16),  # type: ignore[arg-type]
         "too many rows": decode(backend, [0, 1, 2, 3, 4]),
         "samples twice": build_step([Row([1], 5, forks=[Sample()], **row)], 16),  # type: ignore[arg-type]
+        "has an adapter": replace(decode(backend, [0, 1]), adapter_ids=np.array([0, 1], dtype=np.int32)),
         "does not sample": build_step([Row([1], 5, params=None, **row)], 16),  # type: ignore[arg-type]
     }
     for why, batch in left.items():

@@ -83,6 +83,24 @@ def test_parse_step_row_may_sample_as_often_as_there_may_be_rows():
     assert list(sampling.histories) == [3]
 
 
+def test_parse_step_adapter_ids_are_none_where_no_row_has_one():
+    request = make_step(1, 1, [Row([1], [1]), Row([2], [2])])
+    assert parse_step(request, make_limits()).adapter_ids is None
+    request.adapter_ids.CopyFrom(column([0, 0]))
+    assert parse_step(request, make_limits()).adapter_ids is None
+    request.adapter_ids.CopyFrom(column([0, 5]))
+    assert parse_step(request, make_limits()).adapter_ids.tolist() == [0, 5]
+
+
+@pytest.mark.parametrize(("values", "field"), [([1], "adapter_ids"), ([0, -1], "adapter_ids[1]")])
+def test_parse_step_malformed_adapter_ids_are_refused(values, field):
+    request = make_step(1, 1, [Row([1], [1]), Row([2], [2])])
+    request.adapter_ids.CopyFrom(column(values))
+    with pytest.raises(InvalidFieldError) as caught:
+        parse_step(request, make_limits())
+    assert caught.value.metadata["field"] == field
+
+
 def test_parse_step_without_copies_has_no_runs():
     copies = parse_step(make_valid(), make_limits()).copies
     assert (copies.runs, copies.written_blocks.tolist()) == ((), [])

@@ -10,7 +10,10 @@ from structlog.testing import capture_logs
 from kvmanager_service.core import errors as core
 from kvmanager_service.errors import (
     RULES,
+    AdapterInUseError,
+    AdapterLimitError,
     BatchTooLargeError,
+    DuplicateAdapterError,
     ExecutorIdReusedError,
     ExecutorRejectedError,
     ExecutorSwitchError,
@@ -20,6 +23,7 @@ from kvmanager_service.errors import (
     TooManyPoolsError,
     UnauthenticatedError,
     UnavailableError,
+    UnknownAdapterError,
     UnknownExecutorError,
     to_status,
 )
@@ -37,6 +41,10 @@ CODES = {
     core.PoolInUseError: "FAILED_PRECONDITION",
     core.RowFailedError: "INTERNAL",
     core.TooManySequencesError: "RESOURCE_EXHAUSTED",
+    AdapterInUseError: "FAILED_PRECONDITION",
+    AdapterLimitError: "RESOURCE_EXHAUSTED",
+    DuplicateAdapterError: "ALREADY_EXISTS",
+    UnknownAdapterError: "NOT_FOUND",
     BatchTooLargeError: "RESOURCE_EXHAUSTED",
     ExecutorIdReusedError: "ALREADY_EXISTS",
     ExecutorRejectedError: "FAILED_PRECONDITION",

@@ -113,6 +113,7 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     KV_CACHE_FIELD_NUMBER: builtins.int
     TOKENIZER_FILES_FIELD_NUMBER: builtins.int
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: builtins.int
+    MAX_ADAPTERS_FIELD_NUMBER: builtins.int
     executor_id: builtins.str
     """executor_id is unique to one run of the executor."""
     model_name: builtins.str
@@ -140,6 +141,10 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     tensor_parallel_size: builtins.int
     """tensor_parallel_size is how many processes share the model, each with some of the K/V heads of every block; the
     manager need not care. At least 1; 0 is from an executor that does not say.
+    """
+    max_adapters: builtins.int
+    """max_adapters is the most LoRA adapters that can be loaded at once. 0 for none: the calls about adapters are refused,
+    or not there.
     """
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -176,10 +181,11 @@ class GetModelInfoResponse(google.protobuf.message.Message):
         kv_cache: Global___KvCacheState | None = ...,
         tokenizer_files: collections.abc.Iterable[Global___TokenizerFile] | None = ...,
         tensor_parallel_size: builtins.int = ...,
+        max_adapters: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["kv_cache", b"kv_cache"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["backend", b"backend", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "executor_id", b"executor_id", "kv_cache", b"kv_cache", "kv_cache_dtype", b"kv_cache_dtype", "kv_groups", b"kv_groups", "max_logprobs", b"max_logprobs", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "tensor_parallel_size", b"tensor_parallel_size", "tokenizer_files", b"tokenizer_files", "vocab_size", b"vocab_size"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["backend", b"backend", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "executor_id", b"executor_id", "kv_cache", b"kv_cache", "kv_cache_dtype", b"kv_cache_dtype", "kv_groups", b"kv_groups", "max_adapters", b"max_adapters", "max_logprobs", b"max_logprobs", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "tensor_parallel_size", b"tensor_parallel_size", "tokenizer_files", b"tokenizer_files", "vocab_size", b"vocab_size"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetModelInfoResponse: typing_extensions.TypeAlias = GetModelInfoResponse
@@ -426,6 +432,7 @@ class ExecuteRequest(google.protobuf.message.Message):
     SAMPLING_FIELD_NUMBER: builtins.int
     BLOCK_TAGS_FIELD_NUMBER: builtins.int
     COPIES_FIELD_NUMBER: builtins.int
+    ADAPTER_IDS_FIELD_NUMBER: builtins.int
     step_id: builtins.int
     """step_id grows from one step of a stream to the next. At least 1."""
     kv_epoch: builtins.int
@@ -473,6 +480,12 @@ class ExecuteRequest(google.protobuf.message.Message):
     def copies(self) -> Global___BlockCopies:
         """copies are done before any row of this step writes. Absent means none."""
 
+    @property
+    def adapter_ids(self) -> kvplane.common.v1.common_pb2.Int32Array:
+        """adapter_ids has R values, or none when no row has an adapter: the LoraAdapter.adapter_id of the adapter that the row's
+        tokens are computed with, or 0 for the model itself. One that is not loaded gets FAILED_PRECONDITION.
+        """
+
     def __init__(
         self,
         *,
@@ -487,10 +500,11 @@ class ExecuteRequest(google.protobuf.message.Message):
         sampling: Global___SamplingBatch | None = ...,
         block_tags: Global___BlockTags | None = ...,
         copies: Global___BlockCopies | None = ...,
+        adapter_ids: kvplane.common.v1.common_pb2.Int32Array | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_tags", b"block_tags", "copies", b"copies", "feeds_from", b"feeds_from", "positions", b"positions", "query_indptr", b"query_indptr", "sampling", b"sampling", "token_ids", b"token_ids"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapter_ids", b"adapter_ids", "block_tags", b"block_tags", "copies", b"copies", "feeds_from", b"feeds_from", "positions", b"positions", "query_indptr", b"query_indptr", "sampling", b"sampling", "token_ids", b"token_ids"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_tables", b"block_tables", "block_tags", b"block_tags", "copies", b"copies", "feeds_from", b"feeds_from", "feeds_from_step_id", b"feeds_from_step_id", "kv_epoch", b"kv_epoch", "positions", b"positions", "query_indptr", b"query_indptr", "sampling", b"sampling", "step_id", b"step_id", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapter_ids", b"adapter_ids", "block_tables", b"block_tables", "block_tags", b"block_tags", "copies", b"copies", "feeds_from", b"feeds_from", "feeds_from_step_id", b"feeds_from_step_id", "kv_epoch", b"kv_epoch", "positions", b"positions", "query_indptr", b"query_indptr", "sampling", b"sampling", "step_id", b"step_id", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ExecuteRequest: typing_extensions.TypeAlias = ExecuteRequest
@@ -992,3 +1006,160 @@ class ResetResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ResetResponse: typing_extensions.TypeAlias = ResetResponse
+
+@typing.final
+class LoraAdapter(google.protobuf.message.Message):
+    """LoraAdapter is a LoRA adapter that is loaded."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    REVISION_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    ADAPTER_ID_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """name is what it was loaded as."""
+    revision: builtins.str
+    """revision is a digest of its weights and settings, at most 256 characters, equal wherever the same adapter is loaded.
+    Tokens computed under one revision may be mixed in one request.
+    """
+    source: builtins.str
+    """source is where it was loaded from."""
+    adapter_id: builtins.int
+    """adapter_id names it in steps: at least 1, and no other adapter's in the executor's run, before or after."""
+    rank: builtins.int
+    """rank is the largest rank of its matrices."""
+    size_bytes: builtins.int
+    """size_bytes is what its weights take."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        revision: builtins.str = ...,
+        source: builtins.str = ...,
+        adapter_id: builtins.int = ...,
+        rank: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapter_id", b"adapter_id", "name", b"name", "rank", b"rank", "revision", b"revision", "size_bytes", b"size_bytes", "source", b"source"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___LoraAdapter: typing_extensions.TypeAlias = LoraAdapter
+
+@typing.final
+class LoadAdapterRequest(google.protobuf.message.Message):
+    """LoadAdapterRequest names an adapter, and where it is."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    REVISION_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """name to load it as, 1 to 256 characters."""
+    source: builtins.str
+    """source is where the executor finds it, 1 to 4,096 characters: a folder with adapter_config.json and
+    adapter_model.safetensors, as peft saves them, or a hub id. The sim backend takes any text for an adapter.
+    """
+    revision: builtins.str
+    """revision is what its content must be. Empty takes whatever is there."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        source: builtins.str = ...,
+        revision: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name", "revision", b"revision", "source", b"source"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___LoadAdapterRequest: typing_extensions.TypeAlias = LoadAdapterRequest
+
+@typing.final
+class LoadAdapterResponse(google.protobuf.message.Message):
+    """LoadAdapterResponse describes the adapter."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: builtins.int
+    @property
+    def adapter(self) -> Global___LoraAdapter:
+        """adapter as it is loaded."""
+
+    def __init__(
+        self,
+        *,
+        adapter: Global___LoraAdapter | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapter", b"adapter"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapter", b"adapter"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___LoadAdapterResponse: typing_extensions.TypeAlias = LoadAdapterResponse
+
+@typing.final
+class UnloadAdapterRequest(google.protobuf.message.Message):
+    """UnloadAdapterRequest names an adapter."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """name of a loaded adapter."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___UnloadAdapterRequest: typing_extensions.TypeAlias = UnloadAdapterRequest
+
+@typing.final
+class UnloadAdapterResponse(google.protobuf.message.Message):
+    """UnloadAdapterResponse is empty."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___UnloadAdapterResponse: typing_extensions.TypeAlias = UnloadAdapterResponse
+
+@typing.final
+class ListAdaptersRequest(google.protobuf.message.Message):
+    """ListAdaptersRequest is empty."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ListAdaptersRequest: typing_extensions.TypeAlias = ListAdaptersRequest
+
+@typing.final
+class ListAdaptersResponse(google.protobuf.message.Message):
+    """ListAdaptersResponse has all of them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: builtins.int
+    @property
+    def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LoraAdapter]:
+        """adapters that are loaded."""
+
+    def __init__(
+        self,
+        *,
+        adapters: collections.abc.Iterable[Global___LoraAdapter] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapters", b"adapters"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ListAdaptersResponse: typing_extensions.TypeAlias = ListAdaptersResponse

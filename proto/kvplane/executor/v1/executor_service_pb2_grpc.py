@@ -69,6 +69,21 @@ class ExecutorServiceStub(object):
                 request_serializer=kvplane_dot_executor_dot_v1_dot_executor__service__pb2.ResetRequest.SerializeToString,
                 response_deserializer=kvplane_dot_executor_dot_v1_dot_executor__service__pb2.ResetResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/kvplane.executor.v1.ExecutorService/LoadAdapter',
+                request_serializer=kvplane_dot_executor_dot_v1_dot_executor__service__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=kvplane_dot_executor_dot_v1_dot_executor__service__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/kvplane.executor.v1.ExecutorService/UnloadAdapter',
+                request_serializer=kvplane_dot_executor_dot_v1_dot_executor__service__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=kvplane_dot_executor_dot_v1_dot_executor__service__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/kvplane.executor.v1.ExecutorService/ListAdapters',
+                request_serializer=kvplane_dot_executor_dot_v1_dot_executor__service__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=kvplane_dot_executor_dot_v1_dot_executor__service__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class ExecutorServiceServicer(object):
@@ -135,6 +150,32 @@ class ExecutorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """LoadAdapter puts a LoRA adapter beside the model's weights, for rows of steps to name; the cache stays as it is. A name
+        that is loaded with the same content gets the same answer again. Errors: INVALID_ARGUMENT for a bad field, a source that
+        cannot be read, an adapter that the model or this executor cannot run, or content other than the revision asked for;
+        ALREADY_EXISTS for a name that is loaded with other content; RESOURCE_EXHAUSTED with max_adapters loaded;
+        FAILED_PRECONDITION where max_adapters is 0.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """UnloadAdapter takes an adapter away. A step that names it afterwards gets FAILED_PRECONDITION: have the results of all
+        steps that do before. Errors: NOT_FOUND for a name that is not loaded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """ListAdapters returns the adapters that are loaded, in the order they were loaded: max_adapters at most.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ExecutorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -167,6 +208,21 @@ def add_ExecutorServiceServicer_to_server(servicer, server):
                     servicer.Reset,
                     request_deserializer=kvplane_dot_executor_dot_v1_dot_executor__service__pb2.ResetRequest.FromString,
                     response_serializer=kvplane_dot_executor_dot_v1_dot_executor__service__pb2.ResetResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=kvplane_dot_executor_dot_v1_dot_executor__service__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=kvplane_dot_executor_dot_v1_dot_executor__service__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=kvplane_dot_executor_dot_v1_dot_executor__service__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=kvplane_dot_executor_dot_v1_dot_executor__service__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=kvplane_dot_executor_dot_v1_dot_executor__service__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=kvplane_dot_executor_dot_v1_dot_executor__service__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -336,6 +392,87 @@ class ExecutorService(object):
             '/kvplane.executor.v1.ExecutorService/Reset',
             kvplane_dot_executor_dot_v1_dot_executor__service__pb2.ResetRequest.SerializeToString,
             kvplane_dot_executor_dot_v1_dot_executor__service__pb2.ResetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.executor.v1.ExecutorService/LoadAdapter',
+            kvplane_dot_executor_dot_v1_dot_executor__service__pb2.LoadAdapterRequest.SerializeToString,
+            kvplane_dot_executor_dot_v1_dot_executor__service__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.executor.v1.ExecutorService/UnloadAdapter',
+            kvplane_dot_executor_dot_v1_dot_executor__service__pb2.UnloadAdapterRequest.SerializeToString,
+            kvplane_dot_executor_dot_v1_dot_executor__service__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.executor.v1.ExecutorService/ListAdapters',
+            kvplane_dot_executor_dot_v1_dot_executor__service__pb2.ListAdaptersRequest.SerializeToString,
+            kvplane_dot_executor_dot_v1_dot_executor__service__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -63,6 +63,19 @@ class ExecutorServiceStub:
     """Reset forgets the cache's content and tags and starts a new epoch; the memory stays. Errors: FAILED_PRECONDITION
     without a cache, ABORTED for another epoch.
     """
+    LoadAdapter: grpc.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.LoadAdapterRequest, kvplane.executor.v1.executor_service_pb2.LoadAdapterResponse]
+    """LoadAdapter puts a LoRA adapter beside the model's weights, for rows of steps to name; the cache stays as it is. A name
+    that is loaded with the same content gets the same answer again. Errors: INVALID_ARGUMENT for a bad field, a source that
+    cannot be read, an adapter that the model or this executor cannot run, or content other than the revision asked for;
+    ALREADY_EXISTS for a name that is loaded with other content; RESOURCE_EXHAUSTED with max_adapters loaded;
+    FAILED_PRECONDITION where max_adapters is 0.
+    """
+    UnloadAdapter: grpc.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.UnloadAdapterRequest, kvplane.executor.v1.executor_service_pb2.UnloadAdapterResponse]
+    """UnloadAdapter takes an adapter away. A step that names it afterwards gets FAILED_PRECONDITION: have the results of all
+    steps that do before. Errors: NOT_FOUND for a name that is not loaded.
+    """
+    ListAdapters: grpc.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.ListAdaptersRequest, kvplane.executor.v1.executor_service_pb2.ListAdaptersResponse]
+    """ListAdapters returns the adapters that are loaded, in the order they were loaded: max_adapters at most."""
 
 @typing.type_check_only
 class ExecutorServiceAsyncStub(ExecutorServiceStub):
@@ -105,6 +118,19 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     """Reset forgets the cache's content and tags and starts a new epoch; the memory stays. Errors: FAILED_PRECONDITION
     without a cache, ABORTED for another epoch.
     """
+    LoadAdapter: grpc.aio.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.LoadAdapterRequest, kvplane.executor.v1.executor_service_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """LoadAdapter puts a LoRA adapter beside the model's weights, for rows of steps to name; the cache stays as it is. A name
+    that is loaded with the same content gets the same answer again. Errors: INVALID_ARGUMENT for a bad field, a source that
+    cannot be read, an adapter that the model or this executor cannot run, or content other than the revision asked for;
+    ALREADY_EXISTS for a name that is loaded with other content; RESOURCE_EXHAUSTED with max_adapters loaded;
+    FAILED_PRECONDITION where max_adapters is 0.
+    """
+    UnloadAdapter: grpc.aio.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.UnloadAdapterRequest, kvplane.executor.v1.executor_service_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """UnloadAdapter takes an adapter away. A step that names it afterwards gets FAILED_PRECONDITION: have the results of all
+    steps that do before. Errors: NOT_FOUND for a name that is not loaded.
+    """
+    ListAdapters: grpc.aio.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.ListAdaptersRequest, kvplane.executor.v1.executor_service_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """ListAdapters returns the adapters that are loaded, in the order they were loaded: max_adapters at most."""
 
 class ExecutorServiceServicer(metaclass=abc.ABCMeta):
     """ExecutorService runs steps against the block tables it is sent. It knows no request: a step carries everything
@@ -180,5 +206,36 @@ class ExecutorServiceServicer(metaclass=abc.ABCMeta):
         """Reset forgets the cache's content and tags and starts a new epoch; the memory stays. Errors: FAILED_PRECONDITION
         without a cache, ABORTED for another epoch.
         """
+
+    @abc.abstractmethod
+    def LoadAdapter(
+        self,
+        request: kvplane.executor.v1.executor_service_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvplane.executor.v1.executor_service_pb2.LoadAdapterResponse, collections.abc.Awaitable[kvplane.executor.v1.executor_service_pb2.LoadAdapterResponse]]:
+        """LoadAdapter puts a LoRA adapter beside the model's weights, for rows of steps to name; the cache stays as it is. A name
+        that is loaded with the same content gets the same answer again. Errors: INVALID_ARGUMENT for a bad field, a source that
+        cannot be read, an adapter that the model or this executor cannot run, or content other than the revision asked for;
+        ALREADY_EXISTS for a name that is loaded with other content; RESOURCE_EXHAUSTED with max_adapters loaded;
+        FAILED_PRECONDITION where max_adapters is 0.
+        """
+
+    @abc.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: kvplane.executor.v1.executor_service_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvplane.executor.v1.executor_service_pb2.UnloadAdapterResponse, collections.abc.Awaitable[kvplane.executor.v1.executor_service_pb2.UnloadAdapterResponse]]:
+        """UnloadAdapter takes an adapter away. A step that names it afterwards gets FAILED_PRECONDITION: have the results of all
+        steps that do before. Errors: NOT_FOUND for a name that is not loaded.
+        """
+
+    @abc.abstractmethod
+    def ListAdapters(
+        self,
+        request: kvplane.executor.v1.executor_service_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvplane.executor.v1.executor_service_pb2.ListAdaptersResponse, collections.abc.Awaitable[kvplane.executor.v1.executor_service_pb2.ListAdaptersResponse]]:
+        """ListAdapters returns the adapters that are loaded, in the order they were loaded: max_adapters at most."""
 
 def add_ExecutorServiceServicer_to_server(servicer: ExecutorServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

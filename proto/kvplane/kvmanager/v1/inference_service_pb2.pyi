@@ -40,6 +40,7 @@ class GenerateRequest(google.protobuf.message.Message):
     RETENTION_FIELD_NUMBER: builtins.int
     RESUME_OUTPUTS_FIELD_NUMBER: builtins.int
     FORK_OF_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """request_id names the request, at most 256 characters, 252 with n above 1. Empty lets the server choose one. An id
     that is waiting or running gets ALREADY_EXISTS.
@@ -82,6 +83,11 @@ class GenerateRequest(google.protobuf.message.Message):
     again. It changes no token of the output. When that request has ended, or others wait to run, this one is as if it
     named none. INVALID_ARGUMENT with n above 1, and, NOT_A_FORK, when its tokens or its cache_salt are others. Empty
     means none.
+    """
+    adapter: builtins.str
+    """adapter names the LoRA adapter that the request runs with, as KvManagerService.LoadAdapter loaded it. Empty is the model
+    itself. NOT_FOUND when none is loaded under the name. Requests share blocks only where they run with the same adapter
+    and revision. A request whose adapter the next executor cannot load ends with FAILED_PRECONDITION.
     """
     @property
     def token_ids(self) -> Global___TokenIds:
@@ -141,10 +147,11 @@ class GenerateRequest(google.protobuf.message.Message):
         retention: Global___Retention | None = ...,
         resume_outputs: collections.abc.Iterable[Global___ResumedOutput] | None = ...,
         fork_of: builtins.str = ...,
+        adapter: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["chat", b"chat", "prompt", b"prompt", "resume_token_ids", b"resume_token_ids", "retention", b"retention", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "fork_of", b"fork_of", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_outputs", b"resume_outputs", "resume_token_ids", b"resume_token_ids", "retention", b"retention", "retention_priority", b"retention_priority", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "chat", b"chat", "fork_of", b"fork_of", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume_outputs", b"resume_outputs", "resume_token_ids", b"resume_token_ids", "retention", b"retention", "retention_priority", b"retention_priority", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: typing_extensions.TypeAlias = typing.Literal["text", "token_ids", "chat"]
     _WhichOneofArgType_prompt: typing_extensions.TypeAlias = typing.Literal["prompt", b"prompt"]

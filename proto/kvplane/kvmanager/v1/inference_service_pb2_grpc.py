@@ -74,7 +74,7 @@ class InferenceServiceServicer(object):
     def Generate(self, request, context):
         """Generate runs one request and streams its output. Cancelling the call, or its deadline, frees the request's
         blocks at once. Errors: INVALID_ARGUMENT for a bad parameter or a prompt that can never fit, ALREADY_EXISTS
-        for an id in use, FAILED_PRECONDITION for what the model has no tokenizer or chat template for, RESOURCE_EXHAUSTED
+        for an id in use, NOT_FOUND for an adapter that is not loaded, FAILED_PRECONDITION for what the model has no tokenizer or chat template for, RESOURCE_EXHAUSTED
         when the queue is full or a lone request outgrew the pool, INTERNAL when the executor could not compute it,
         UNAVAILABLE.
         """

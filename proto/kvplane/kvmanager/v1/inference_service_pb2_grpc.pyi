@@ -36,7 +36,7 @@ class InferenceServiceStub:
     Generate: grpc.UnaryStreamMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GenerateRequest, kvplane.kvmanager.v1.inference_service_pb2.GenerateResponse]
     """Generate runs one request and streams its output. Cancelling the call, or its deadline, frees the request's
     blocks at once. Errors: INVALID_ARGUMENT for a bad parameter or a prompt that can never fit, ALREADY_EXISTS
-    for an id in use, FAILED_PRECONDITION for what the model has no tokenizer or chat template for, RESOURCE_EXHAUSTED
+    for an id in use, NOT_FOUND for an adapter that is not loaded, FAILED_PRECONDITION for what the model has no tokenizer or chat template for, RESOURCE_EXHAUSTED
     when the queue is full or a lone request outgrew the pool, INTERNAL when the executor could not compute it,
     UNAVAILABLE.
     """
@@ -69,7 +69,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Generate: grpc.aio.UnaryStreamMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GenerateRequest, kvplane.kvmanager.v1.inference_service_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generate runs one request and streams its output. Cancelling the call, or its deadline, frees the request's
     blocks at once. Errors: INVALID_ARGUMENT for a bad parameter or a prompt that can never fit, ALREADY_EXISTS
-    for an id in use, FAILED_PRECONDITION for what the model has no tokenizer or chat template for, RESOURCE_EXHAUSTED
+    for an id in use, NOT_FOUND for an adapter that is not loaded, FAILED_PRECONDITION for what the model has no tokenizer or chat template for, RESOURCE_EXHAUSTED
     when the queue is full or a lone request outgrew the pool, INTERNAL when the executor could not compute it,
     UNAVAILABLE.
     """
@@ -105,7 +105,7 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[kvplane.kvmanager.v1.inference_service_pb2.GenerateResponse], collections.abc.AsyncIterator[kvplane.kvmanager.v1.inference_service_pb2.GenerateResponse]]:
         """Generate runs one request and streams its output. Cancelling the call, or its deadline, frees the request's
         blocks at once. Errors: INVALID_ARGUMENT for a bad parameter or a prompt that can never fit, ALREADY_EXISTS
-        for an id in use, FAILED_PRECONDITION for what the model has no tokenizer or chat template for, RESOURCE_EXHAUSTED
+        for an id in use, NOT_FOUND for an adapter that is not loaded, FAILED_PRECONDITION for what the model has no tokenizer or chat template for, RESOURCE_EXHAUSTED
         when the queue is full or a lone request outgrew the pool, INTERNAL when the executor could not compute it,
         UNAVAILABLE.
         """

@@ -531,6 +531,7 @@ class RequestInfo(google.protobuf.message.Message):
     FINISH_REASON_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
     BLOCK_TABLES_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """request_id names the request."""
     status: Global___RequestStatus.ValueType
@@ -553,6 +554,8 @@ class RequestInfo(google.protobuf.message.Message):
     """finish_reason is set when it has finished without an error."""
     tenant: builtins.str
     """tenant as the client set it."""
+    adapter: builtins.str
+    """adapter is the LoRA adapter it runs with. Empty is the model itself."""
     @property
     def block_table(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """block_table lists its block ids in sequence order; for a finished request, those it held at the end. Of a model with
@@ -581,8 +584,9 @@ class RequestInfo(google.protobuf.message.Message):
         finish_reason: kvplane.common.v1.common_pb2.FinishReason.ValueType = ...,
         tenant: builtins.str = ...,
         block_tables: collections.abc.Iterable[Global___GroupBlockTable] | None = ...,
+        adapter: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["age_seconds", b"age_seconds", "block_table", b"block_table", "block_tables", b"block_tables", "finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "status", b"status", "tenant", b"tenant"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapter", b"adapter", "age_seconds", b"age_seconds", "block_table", b"block_table", "block_tables", b"block_tables", "finish_reason", b"finish_reason", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_output_tokens", b"num_output_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "status", b"status", "tenant", b"tenant"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RequestInfo: typing_extensions.TypeAlias = RequestInfo
@@ -1192,3 +1196,154 @@ class ResetPrefixCacheResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ResetPrefixCacheResponse: typing_extensions.TypeAlias = ResetPrefixCacheResponse
+
+@typing.final
+class LoraAdapter(google.protobuf.message.Message):
+    """LoraAdapter is a LoRA adapter that requests may name."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    REVISION_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    REQUESTS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """name is what it was loaded as."""
+    revision: builtins.str
+    """revision is a digest of its weights and settings: blocks computed under another are never shared."""
+    source: builtins.str
+    """source is where executors find it."""
+    rank: builtins.int
+    """rank is the largest rank of its matrices."""
+    size_bytes: builtins.int
+    """size_bytes is what its weights take in the executor."""
+    requests: builtins.int
+    """requests is how many wait or run with it."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        revision: builtins.str = ...,
+        source: builtins.str = ...,
+        rank: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+        requests: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name", "rank", b"rank", "requests", b"requests", "revision", b"revision", "size_bytes", b"size_bytes", "source", b"source"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___LoraAdapter: typing_extensions.TypeAlias = LoraAdapter
+
+@typing.final
+class LoadAdapterRequest(google.protobuf.message.Message):
+    """LoadAdapterRequest names an adapter, and where it is."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """name to load it as, 1 to 256 characters."""
+    source: builtins.str
+    """source is where executors find it, 1 to 4,096 characters: a folder with adapter_config.json and
+    adapter_model.safetensors, as peft saves them, or a hub id. A folder is on the executors' machines.
+    """
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        source: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name", "source", b"source"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___LoadAdapterRequest: typing_extensions.TypeAlias = LoadAdapterRequest
+
+@typing.final
+class LoadAdapterResponse(google.protobuf.message.Message):
+    """LoadAdapterResponse describes the adapter."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: builtins.int
+    @property
+    def adapter(self) -> Global___LoraAdapter:
+        """adapter as it is loaded."""
+
+    def __init__(
+        self,
+        *,
+        adapter: Global___LoraAdapter | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapter", b"adapter"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapter", b"adapter"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___LoadAdapterResponse: typing_extensions.TypeAlias = LoadAdapterResponse
+
+@typing.final
+class UnloadAdapterRequest(google.protobuf.message.Message):
+    """UnloadAdapterRequest names an adapter."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """name of a loaded adapter, 1 to 256 characters."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___UnloadAdapterRequest: typing_extensions.TypeAlias = UnloadAdapterRequest
+
+@typing.final
+class UnloadAdapterResponse(google.protobuf.message.Message):
+    """UnloadAdapterResponse is empty."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___UnloadAdapterResponse: typing_extensions.TypeAlias = UnloadAdapterResponse
+
+@typing.final
+class ListAdaptersRequest(google.protobuf.message.Message):
+    """ListAdaptersRequest is empty."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ListAdaptersRequest: typing_extensions.TypeAlias = ListAdaptersRequest
+
+@typing.final
+class ListAdaptersResponse(google.protobuf.message.Message):
+    """ListAdaptersResponse has all of them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: builtins.int
+    @property
+    def adapters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LoraAdapter]:
+        """adapters that requests may name."""
+
+    def __init__(
+        self,
+        *,
+        adapters: collections.abc.Iterable[Global___LoraAdapter] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapters", b"adapters"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ListAdaptersResponse: typing_extensions.TypeAlias = ListAdaptersResponse

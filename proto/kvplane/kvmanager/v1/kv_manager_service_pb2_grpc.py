@@ -82,6 +82,21 @@ class KvManagerServiceStub(object):
                 request_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/kvplane.kvmanager.v1.KvManagerService/LoadAdapter',
+                request_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/kvplane.kvmanager.v1.KvManagerService/UnloadAdapter',
+                request_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/kvplane.kvmanager.v1.KvManagerService/ListAdapters',
+                request_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
         self.OpenPool = channel.unary_unary(
                 '/kvplane.kvmanager.v1.KvManagerService/OpenPool',
                 request_serializer=kvplane_dot_kvmanager_dot_v1_dot_sequence__pool__pb2.OpenPoolRequest.SerializeToString,
@@ -189,6 +204,34 @@ class KvManagerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """LoadAdapter has the executor load a LoRA adapter, for requests to name in GenerateRequest.adapter. Until it is unloaded,
+        each executor that takes over loads it again, and at the same revision. A name that is loaded with the same content gets
+        the same answer again. Errors: INVALID_ARGUMENT for a bad field, a source that the executor cannot read, or an adapter
+        that the model or the executor cannot run; ALREADY_EXISTS for a name that is loaded with other content: unload it
+        first; RESOURCE_EXHAUSTED when the executor has no room for another, FAILED_PRECONDITION when it has room for none;
+        UNAVAILABLE without an executor, or when it is lost meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """UnloadAdapter takes an adapter away. Its blocks stay cached until they are evicted, and are hit again if it is loaded
+        again with the same content. Errors: INVALID_ARGUMENT for a name that no adapter can have, NOT_FOUND when none is loaded
+        under it, FAILED_PRECONDITION while a request waits or runs with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """ListAdapters returns the adapters that requests may name, in the order they were loaded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def OpenPool(self, request, context):
         """OpenPool makes a pool for an engine that runs its own loop and holds its own K/V: the block-table API. Such pools
         have nothing to do with the one that the manager's executors use. Errors: INVALID_ARGUMENT for a bad value,
@@ -268,6 +311,21 @@ def add_KvManagerServiceServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListAdaptersResponse.SerializeToString,
             ),
             'OpenPool': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenPool,
@@ -535,6 +593,87 @@ class KvManagerService(object):
             '/kvplane.kvmanager.v1.KvManagerService/ResetPrefixCache',
             kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ResetPrefixCacheRequest.SerializeToString,
             kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.kvmanager.v1.KvManagerService/LoadAdapter',
+            kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.LoadAdapterRequest.SerializeToString,
+            kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.kvmanager.v1.KvManagerService/UnloadAdapter',
+            kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.UnloadAdapterRequest.SerializeToString,
+            kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.kvmanager.v1.KvManagerService/ListAdapters',
+            kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListAdaptersRequest.SerializeToString,
+            kvplane_dot_kvmanager_dot_v1_dot_kv__manager__service__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -72,6 +72,21 @@ class KvManagerServiceStub:
     """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Pins stay and hold nothing
     until their prefixes are computed again. Errors: FAILED_PRECONDITION while a request holds blocks.
     """
+    LoadAdapter: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.LoadAdapterRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.LoadAdapterResponse]
+    """LoadAdapter has the executor load a LoRA adapter, for requests to name in GenerateRequest.adapter. Until it is unloaded,
+    each executor that takes over loads it again, and at the same revision. A name that is loaded with the same content gets
+    the same answer again. Errors: INVALID_ARGUMENT for a bad field, a source that the executor cannot read, or an adapter
+    that the model or the executor cannot run; ALREADY_EXISTS for a name that is loaded with other content: unload it
+    first; RESOURCE_EXHAUSTED when the executor has no room for another, FAILED_PRECONDITION when it has room for none;
+    UNAVAILABLE without an executor, or when it is lost meanwhile.
+    """
+    UnloadAdapter: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.UnloadAdapterRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.UnloadAdapterResponse]
+    """UnloadAdapter takes an adapter away. Its blocks stay cached until they are evicted, and are hit again if it is loaded
+    again with the same content. Errors: INVALID_ARGUMENT for a name that no adapter can have, NOT_FOUND when none is loaded
+    under it, FAILED_PRECONDITION while a request waits or runs with it.
+    """
+    ListAdapters: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListAdaptersRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ListAdaptersResponse]
+    """ListAdapters returns the adapters that requests may name, in the order they were loaded."""
     OpenPool: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.sequence_pool_pb2.OpenPoolRequest, kvplane.kvmanager.v1.sequence_pool_pb2.OpenPoolResponse]
     """OpenPool makes a pool for an engine that runs its own loop and holds its own K/V: the block-table API. Such pools
     have nothing to do with the one that the manager's executors use. Errors: INVALID_ARGUMENT for a bad value,
@@ -136,6 +151,21 @@ class KvManagerServiceAsyncStub(KvManagerServiceStub):
     """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Pins stay and hold nothing
     until their prefixes are computed again. Errors: FAILED_PRECONDITION while a request holds blocks.
     """
+    LoadAdapter: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.LoadAdapterRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """LoadAdapter has the executor load a LoRA adapter, for requests to name in GenerateRequest.adapter. Until it is unloaded,
+    each executor that takes over loads it again, and at the same revision. A name that is loaded with the same content gets
+    the same answer again. Errors: INVALID_ARGUMENT for a bad field, a source that the executor cannot read, or an adapter
+    that the model or the executor cannot run; ALREADY_EXISTS for a name that is loaded with other content: unload it
+    first; RESOURCE_EXHAUSTED when the executor has no room for another, FAILED_PRECONDITION when it has room for none;
+    UNAVAILABLE without an executor, or when it is lost meanwhile.
+    """
+    UnloadAdapter: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.UnloadAdapterRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """UnloadAdapter takes an adapter away. Its blocks stay cached until they are evicted, and are hit again if it is loaded
+    again with the same content. Errors: INVALID_ARGUMENT for a name that no adapter can have, NOT_FOUND when none is loaded
+    under it, FAILED_PRECONDITION while a request waits or runs with it.
+    """
+    ListAdapters: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListAdaptersRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """ListAdapters returns the adapters that requests may name, in the order they were loaded."""
     OpenPool: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.sequence_pool_pb2.OpenPoolRequest, kvplane.kvmanager.v1.sequence_pool_pb2.OpenPoolResponse]  # type: ignore[assignment]
     """OpenPool makes a pool for an engine that runs its own loop and holds its own K/V: the block-table API. Such pools
     have nothing to do with the one that the manager's executors use. Errors: INVALID_ARGUMENT for a bad value,
@@ -251,6 +281,39 @@ class KvManagerServiceServicer(metaclass=abc.ABCMeta):
         """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Pins stay and hold nothing
         until their prefixes are computed again. Errors: FAILED_PRECONDITION while a request holds blocks.
         """
+
+    @abc.abstractmethod
+    def LoadAdapter(
+        self,
+        request: kvplane.kvmanager.v1.kv_manager_service_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvplane.kvmanager.v1.kv_manager_service_pb2.LoadAdapterResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.kv_manager_service_pb2.LoadAdapterResponse]]:
+        """LoadAdapter has the executor load a LoRA adapter, for requests to name in GenerateRequest.adapter. Until it is unloaded,
+        each executor that takes over loads it again, and at the same revision. A name that is loaded with the same content gets
+        the same answer again. Errors: INVALID_ARGUMENT for a bad field, a source that the executor cannot read, or an adapter
+        that the model or the executor cannot run; ALREADY_EXISTS for a name that is loaded with other content: unload it
+        first; RESOURCE_EXHAUSTED when the executor has no room for another, FAILED_PRECONDITION when it has room for none;
+        UNAVAILABLE without an executor, or when it is lost meanwhile.
+        """
+
+    @abc.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: kvplane.kvmanager.v1.kv_manager_service_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvplane.kvmanager.v1.kv_manager_service_pb2.UnloadAdapterResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.kv_manager_service_pb2.UnloadAdapterResponse]]:
+        """UnloadAdapter takes an adapter away. Its blocks stay cached until they are evicted, and are hit again if it is loaded
+        again with the same content. Errors: INVALID_ARGUMENT for a name that no adapter can have, NOT_FOUND when none is loaded
+        under it, FAILED_PRECONDITION while a request waits or runs with it.
+        """
+
+    @abc.abstractmethod
+    def ListAdapters(
+        self,
+        request: kvplane.kvmanager.v1.kv_manager_service_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvplane.kvmanager.v1.kv_manager_service_pb2.ListAdaptersResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListAdaptersResponse]]:
+        """ListAdapters returns the adapters that requests may name, in the order they were loaded."""
 
     @abc.abstractmethod
     def OpenPool(

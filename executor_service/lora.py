@@ -1,0 +1,301 @@
+"""LoRA adapters beside a model's weights: many in one step, each on its rows' tokens.
+
+Station: made by `backends.torch_backend` where --max-loras is above 0; reads adapters by `lora_files`. Model code stays
+as it is: a linear layer that some loaded adapter is for has a forward hook, found by the layer's name, and one that
+none is for has nothing. So it does not matter what computes the layer's own product.
+
+How: the tokens of a step lie end to end. `step` sorts them by adapter once; each hooked layer then does two small
+matrix products for each adapter of the step,
+
+    y[t] += scale * (x[t] A^T) B^T    for the tokens t of the adapter's rows,
+
+and a token of a row without an adapter is not touched.
+
+Source: the formula is Hu et al. 2021; serving many adapters on one base at once, Chen et al. 2023 (Punica) and Sheng et
+al. 2023 (S-LoRA).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from executor_service.backends.base import AdapterContent, AdapterError, Int32, StepBatch
+from executor_service.devices import upload
+from executor_service.fused_layers import ProjectionSlice
+from executor_service.lora_files import AdapterFiles, LoraMatrices, read_adapter_files
+from executor_service.packed_linear import PackedLinear
+
+__all__ = ["LoraAdapters", "find_targets"]
+
+_LARGEST_FLOAT_BYTES = 4
+# Names and offsets of tensors, and whatever else a file's head may hold.
+_MAX_HEAD_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class _AdapterTokens:
+    """The tokens that one adapter computes in a step: a slice where they lie side by side, else (n,) int64."""
+
+    adapter_id: int
+    tokens: slice | torch.Tensor
+
+
+class _Current:
+    """The step that is being computed; hooks look here. Empty between steps, and where no row has an adapter."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.of_adapters: list[_AdapterTokens] = []
+
+
+class _LayerHook:
+    """What adapters add to one linear layer.
+
+    Args:
+        name: the layer's, for errors.
+        current: the step.
+    """
+
+    def __init__(self, name: str, current: _Current) -> None:
+        self.matrices: dict[int, LoraMatrices] = {}
+        self._name = name
+        self._current = current
+
+    def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
+        """Add to the layer's output, in place where it is whole.
+
+        Shape:
+            args[0]: (1, T, in_features); output: (1, T, out_features).
+        """
+        del module
+        current = self._current
+        if not current.of_adapters:
+            return None
+        states = args[0]
+        if states.shape[:-1] != (1, current.num_tokens):
+            # It had all of a step's tokens when the model was probed.
+            raise RuntimeError(
+                f"expected the step's {current.num_tokens} tokens in {self._name}, got shape {tuple(states.shape)}"
+            )
+        inputs, outputs = states[0], output[0]
+        for one in current.of_adapters:
+            matrices = self.matrices.get(one.adapter_id)
+            if matrices is None:
+                continue
+            delta = functional.linear(functional.linear(inputs[one.tokens], matrices.a), matrices.b)
+            delta *= matrices.scale
+            if isinstance(one.tokens, slice):
+                outputs[one.tokens] += delta
+            else:
+                outputs.index_add_(0, one.tokens, delta)
+        return output
+
+
+class LoraAdapters:
+    """The adapters of one model.
+
+    Args:
+        targets: the layers that an adapter may be for, by name; see `find_targets`.
+        max_adapters: most adapters at once.
+        max_rank: most columns of A.
+        dtype: what matrices are converted to.
+        device: where they go.
+
+    Invariants:
+        A layer has a hook if and only if a loaded adapter is for it.
+    """
+
+    def __init__(
+        self,
+        targets: dict[str, nn.Module],
+        *,
+        max_adapters: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._targets = targets
+        self._max_adapters = max_adapters
+        self._max_rank = max_rank
+        self._dtype = dtype
+        self._device = device
+        self._current = _Current()
+        self._hooks: dict[str, tuple[_LayerHook, torch.utils.hooks.RemovableHandle]] = {}
+
+    @property
+    def bytes_per_adapter(self) -> int:
+        """What the largest adapter takes: all layers, at the largest rank."""
+        return self._largest_elements() * self._dtype.itemsize
+
+    @property
+    def max_file_bytes(self) -> int:
+        """What the file of the largest adapter takes, in the widest type."""
+        return self._largest_elements() * _LARGEST_FLOAT_BYTES + _MAX_HEAD_BYTES
+
+    def read(self, source: str) -> AdapterContent:
+        """Read an adapter and lay it out for this model. May be called from any thread.
+
+        Raises:
+            AdapterError: it cannot be read, or is not for this model or these limits.
+        """
+        files = read_adapter_files(source, self.max_file_bytes)
+        self._require_fit(files)
+        matrices = {
+            name: LoraMatrices(self._laid_out(one.a), self._laid_out(one.b), one.scale)
+            for name, one in files.matrices.items()
+        }
+        return AdapterContent(
+            revision=files.revision,
+            rank=max(one.rank for one in matrices.values()),
+            size_bytes=sum(one.size_bytes for one in matrices.values()),
+            weights=matrices,
+        )
+
+    def add(self, adapter_id: int, content: AdapterContent) -> None:
+        """Have an adapter's rows computed with what `read` returned."""
+        matrices = content.weights
+        assert isinstance(matrices, dict), "what read() returned"
+        for name, one in matrices.items():
+            if name not in self._hooks:
+                hook = _LayerHook(name, self._current)
+                self._hooks[name] = hook, self._targets[name].register_forward_hook(hook)
+            self._hooks[name][0].matrices[adapter_id] = one
+
+    def remove(self, adapter_id: int) -> None:
+        """Let go of an adapter's matrices, and of hooks that have none left."""
+        for name, (hook, handle) in list(self._hooks.items()):
+            hook.matrices.pop(adapter_id, None)
+            if not hook.matrices:
+                handle.remove()
+                del self._hooks[name]
+
+    @contextmanager
+    def step(self, batch: StepBatch) -> Iterator[None]:
+        """While this is open, the model computes this step's tokens."""
+        if batch.adapter_ids is not None:
+            self._current.of_adapters = _by_adapter(batch.adapter_ids, batch.query_indptr, self._device)
+            self._current.num_tokens = len(batch.token_ids)
+        try:
+            yield
+        finally:
+            self._current.of_adapters = []
+
+    @contextmanager
+    def largest(self) -> Iterator[list[int]]:
+        """While this is open, as many adapters are loaded as there may be, each as large as it may be.
+
+        For the memory profile: their matrices are filled, since memory that was never written to takes none.
+        """
+        ids = list(range(1, self._max_adapters + 1))
+        for adapter_id in ids:
+            matrices = {
+                name: LoraMatrices(self._filled(self._max_rank, inputs), self._filled(outputs, self._max_rank), 1.0)
+                for name, (inputs, outputs) in ((name, _features(layer)) for name, layer in self._targets.items())
+            }
+            self.add(adapter_id, AdapterContent("", self._max_rank, self.bytes_per_adapter, matrices))
+        try:
+            yield ids
+        finally:
+            for adapter_id in ids:
+                self.remove(adapter_id)
+
+    def _require_fit(self, files: AdapterFiles) -> None:
+        """Refuse an adapter of other layers, other shapes or a larger rank."""
+        unknown = sorted(files.matrices.keys() - self._targets.keys())
+        if unknown:
+            raise AdapterError(
+                "ADAPTER_TARGETS_UNKNOWN",
+                f"expected linear layers of the served model as {len(self._targets)} of its modules are, got"
+                f" {len(unknown)} others, such as {unknown[0]}; is the adapter another model's? Output and input"
+                " embeddings, and layers that see some of the tokens only, take no adapter",
+                modules=", ".join(unknown[:8]),
+            )
+        for name, one in files.matrices.items():
+            expected, got = _features(self._targets[name]), (one.a.shape[1], one.b.shape[0])
+            if expected != got:
+                raise AdapterError(
+                    "ADAPTER_SHAPE_MISMATCH",
+                    f"expected matrices for {expected[0]} inputs and {expected[1]} outputs in {name}, got {got[0]} and"
+                    f" {got[1]}; is the adapter another model's?",
+                    module=name,
+                )
+        rank = max(one.rank for one in files.matrices.values())
+        if rank > self._max_rank:
+            raise AdapterError(
+                "ADAPTER_RANK_TOO_LARGE",
+                f"expected a rank of at most {self._max_rank}, got {rank}; start the executor with --max-lora-rank"
+                f" {rank}",
+                rank=rank,
+                max_lora_rank=self._max_rank,
+            )
+
+    def _laid_out(self, matrix: torch.Tensor) -> torch.Tensor:
+        """A copy of its own: one view of what was read keeps all of it."""
+        return matrix.to(self._device, self._dtype, copy=True).contiguous()
+
+    def _filled(self, rows: int, columns: int) -> torch.Tensor:
+        return torch.full((rows, columns), 1.0, dtype=self._dtype, device=self._device)
+
+    def _largest_elements(self) -> int:
+        return sum(sum(_features(layer)) for layer in self._targets.values()) * self._max_rank
+
+
+def find_targets(model: nn.Module, run: Callable[[], object]) -> dict[str, nn.Module]:
+    """The linear layers that an adapter may be for, by name: those that get all tokens of a step once, as they lie.
+
+    The output layer gets those only that sample, and an expert those only that are routed to it.
+
+    Args:
+        model: whose.
+        run: runs it once, on two tokens of which one is sampled.
+    """
+    layers = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    seen: dict[str, list[torch.Size]] = {name: [] for name in layers}
+
+    def note(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+        return lambda module, args: seen[name].append(args[0].shape[:-1])
+
+    handles = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items()]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: layer for name, layer in layers.items() if seen[name] == [torch.Size((1, 2))]}
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer under its own name: of several that are one product, each is."""
+    if isinstance(module, PackedLinear):
+        return not module.is_joined
+    return isinstance(module, nn.Linear | ProjectionSlice)
+
+
+def _features(layer: nn.Module) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer."""
+    assert isinstance(layer, nn.Linear | PackedLinear | ProjectionSlice)
+    return layer.in_features, layer.out_features
+
+
+def _by_adapter(adapter_ids: Int32, query_indptr: Int32, device: torch.device) -> list[_AdapterTokens]:
+    """Which tokens of a step each adapter computes; 0 is none.
+
+    Shape:
+        adapter_ids: (R,); query_indptr: (R + 1,).
+    """
+    of_token = np.repeat(adapter_ids, np.diff(query_indptr))
+    found = []
+    for adapter_id in np.unique(adapter_ids[adapter_ids > 0]).tolist():
+        places = np.flatnonzero(of_token == adapter_id)
+        first, last = int(places[0]), int(places[-1])
+        side_by_side = last - first + 1 == len(places)
+        tokens = slice(first, last + 1) if side_by_side else upload(places, device)
+        found.append(_AdapterTokens(adapter_id, tokens))
+    return found
