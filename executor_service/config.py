@@ -101,6 +101,13 @@ class ExecutorConfig(BaseSettings):
     )
     max_model_len: int | None = Field(None, ge=2, description="Most tokens of a sequence. Default: the model's own.")
     block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
+    state_interval: int = Field(
+        512,
+        ge=1,
+        le=65_536,
+        description="Tokens between the states that are kept for reuse, of a model whose layers keep one: its blocks"
+        " are the least multiple of block_size that is no shorter, and that a state fits into.",
+    )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Share of the device's memory (or of memory_limit) the executor may use."
     )
@@ -141,8 +148,8 @@ class ExecutorConfig(BaseSettings):
     )
     sim_windows: Annotated[tuple[int, ...], NoDecode, BeforeValidator(_parse_id_list)] = Field(
         (),
-        description='sim: the window of each KV group in tokens, 0 for full attention, such as "0,64". Default: one'
-        " group of full attention.",
+        description='sim: the window of each KV group in tokens, 0 for full attention, -1 for a state, such as "0,64".'
+        " Default: one group of full attention.",
     )
 
     @model_validator(mode="after")

@@ -47,7 +47,7 @@ def require_geometry(ready: ReadyExecutor, preemption_mode: str = RECOMPUTE) -> 
 
     Args:
         ready: the executor.
-        preemption_mode: the manager's; blocks of several KV groups, or of windows, are not swapped.
+        preemption_mode: the manager's; blocks of several KV groups, of windows or of states are not swapped.
     """
     kv_cache = ready.kv_cache
     if kv_cache.block_size < 1 or kv_cache.num_blocks < 2 or ready.num_host_blocks < 0:
@@ -73,7 +73,7 @@ def require_geometry(ready: ReadyExecutor, preemption_mode: str = RECOMPUTE) -> 
         raise ExecutorUnfitError(
             "KV_GEOMETRY_UNSUPPORTED",
             f"kv_groups: expected one group of full attention for --preemption-mode {preemption_mode}, got"
-            f" {len(groups)} groups or a sliding window; start the manager with --preemption-mode {RECOMPUTE}",
+            f" {len(groups)} groups, a sliding window or a state; start the manager with --preemption-mode {RECOMPUTE}",
         )
 
 

@@ -113,8 +113,8 @@ class StepLoop:
         if isinstance(self._books().kv, KVCacheCoordinator):
             raise PreconditionError(
                 "PINS_UNSUPPORTED",
-                "expected a model with full attention in every layer, got one with several KV groups or a sliding"
-                " window, whose prefixes cannot be pinned; serve another model",
+                "expected a model with full attention in every layer, got one with several KV groups, a sliding window"
+                " or a state, whose prefixes cannot be pinned; serve another model",
             )
         return self._books_now().pins.pin(pin)
 

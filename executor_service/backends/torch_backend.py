@@ -1,4 +1,4 @@
-"""The torch backend: any decoder of transformers with full attention or sliding windows, on CPU or CUDA.
+"""The torch backend: decoders of transformers with full attention, sliding windows or states, on CPU or CUDA.
 
 Station: built and driven by the gRPC shell through `backends.base.Backend`, always from one thread. It ties the parts
 together: `model_loader`, `memory_profiler`, `kv_memory`, `model_runner`; each of them knows only its own concern.
@@ -15,6 +15,7 @@ import structlog
 import torch
 
 from executor_service.backends.base import (
+    STATE,
     Backend,
     BackendError,
     BlockCopies,
@@ -59,6 +60,8 @@ from executor_service.model_loader import LoadedModel, load_model
 from executor_service.model_runner import ModelRunner, probe
 from executor_service.packed_linear import pack_linear_layers, warm_up
 from executor_service.profile_batch import SCRATCH_BLOCKS, worst_batch
+from executor_service.state_layers import install_state_layers
+from executor_service.state_layout import StateLayout
 
 MAX_LOGPROBS = 20
 # One gather of K and V: large enough for good batches, small enough to be no term of the memory profile.
@@ -81,6 +84,8 @@ class TorchBackendConfig:
             too, or "fp8_e5m2".
         max_model_len: the most tokens of a sequence; None takes the model's own.
         block_size: tokens per block.
+        state_interval: where layers keep a state, each block is a checkpoint: block_size is multiplied until it is at
+            least this, and a block can hold a state.
         gpu_memory_utilization: share of the memory to use, in (0, 1]; on CPU too.
         memory_limit: bytes to count as the device's memory; None is what `memory_profiler.total_memory` finds.
         swap_space: bytes of host memory for blocks that are swapped out, as many whole blocks as fit; on a CPU they
@@ -99,6 +104,7 @@ class TorchBackendConfig:
     kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     block_size: int = 16
+    state_interval: int = 512
     gpu_memory_utilization: float = 0.9
     memory_limit: int | None = None
     swap_space: int = 0
@@ -111,6 +117,7 @@ class TorchBackendConfig:
         """Refuse values out of range."""
         checks = (
             ("block_size", self.block_size, self.block_size >= 1, "at least 1"),
+            ("state_interval", self.state_interval, self.state_interval >= 1, "at least 1"),
             ("gpu_memory_utilization", self.gpu_memory_utilization, 0 < self.gpu_memory_utilization <= 1, "in (0, 1]"),
             ("memory_limit", self.memory_limit, self.memory_limit is None or self.memory_limit > 0, "above 0"),
             ("swap_space", self.swap_space, self.swap_space >= 0, "at least 0"),
@@ -164,10 +171,13 @@ class TorchBackend(Backend):
                 cache_dir=config.cache_dir,
                 admit=self._admit_weights,
             )
-            windows, kv_heads, head_dim = probe(loaded.model, loaded.vocab_size)
+            states = install_state_layers(loaded.model)
+            windows, kv_heads, head_dim = probe(loaded.model, loaded.vocab_size, states)
             # A window as long as any sequence is none.
             groups = group_layers([window if window < loaded.max_model_len else 0 for window in windows])
             layout = KvLayout(groups.num_pages, kv_heads, head_dim, config.block_size, loaded.dtype)
+            if states is not None:
+                layout = _with_states(layout, states.layout, config.state_interval)
             gathered = layout.bytes_per_token_and_layer
             if self._fp8 is not None:
                 _require_one_group(self._fp8, groups)
@@ -176,10 +186,10 @@ class TorchBackend(Backend):
                 gathered += layout.bytes_per_token_and_layer * 3 // 2
             self._limits = AttentionLimits(max(1, _GATHER_BYTES // gathered))
             self._kernels = self._make_kernels(loaded, layout, self._limits)
-            self._runner = ModelRunner(loaded.model, self._kernels, groups)
+            self._runner = ModelRunner(loaded.model, self._kernels, groups, states)
             self._groups = groups
             require_swap_space(config.swap_space, layout.bytes_per_block)
-            packed = pack_linear_layers(loaded.model, lambda: probe(loaded.model, loaded.vocab_size))
+            packed = pack_linear_layers(loaded.model, lambda: probe(loaded.model, loaded.vocab_size, states))
             if self._fp8 is not None:
                 loaded = self._quantized(loaded, layout, self._runner, self._fp8)
             self._loaded, self._layout = loaded, layout
@@ -349,30 +359,37 @@ class TorchBackend(Backend):
         assert self._groups is not None
         assert self._kernels is not None
         windows = self._groups.windows
+        attending = [window for window in windows if window != STATE]
         scratch = PagedKvCache(layout, SCRATCH_BLOCKS, self._device, self._codecs)
-        batch = worst_batch(
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-            max_model_len=loaded.max_model_len,
-            vocab_size=loaded.vocab_size,
-            block_size=layout.block_size,
-            max_logprobs=MAX_LOGPROBS,
-            limits=self._limits,
-            num_groups=len(windows),
-        )
-        reserved_bytes = self._kernels.reserved_bytes(max_num_seqs, loaded.max_model_len, windows)
+        reserved_bytes = self._kernels.reserved_bytes(max_num_seqs, loaded.max_model_len, attending)
         self._record_graphs(scratch)  # what they hold, they hold beside every step
         reserved = torch.ones(reserved_bytes, dtype=torch.uint8, device=self._device)
         warm_up(loaded.model, max_num_batched_tokens)
-        runner.run(batch, scratch)
+        token_counts = {max_num_batched_tokens}
+        if len(attending) < len(windows):  # many rows of one token take as much memory for states as a few long ones
+            token_counts.add(min(max_num_seqs, max_num_batched_tokens))
+        for num_tokens in sorted(token_counts):
+            batch = worst_batch(
+                max_num_batched_tokens=num_tokens,
+                max_num_seqs=max_num_seqs,
+                max_model_len=loaded.max_model_len,
+                vocab_size=loaded.vocab_size,
+                block_size=layout.block_size,
+                max_logprobs=MAX_LOGPROBS,
+                limits=self._limits,
+                num_groups=len(windows),
+            )
+            runner.run(batch, scratch)
         del reserved
         # Copies run before a step, never beside it.
         torch.ones(copy_workspace_bytes(layout), dtype=torch.uint8, device=self._device)
         runner.use_graphs(None)
 
     def _recorder(self) -> Recorder | None:
-        """What records decode steps; None where they are not."""
+        """What records decode steps; None where they are not, as where layers keep a state: they plan on the host."""
         kernels = self._kernels
+        if self._groups is None or STATE in self._groups.windows:
+            return None
         if self._config.enforce_eager or self._device.type != "cuda" or kernels is None or not kernels.can_record:
             return None
         return cuda_recorder(self._device)
@@ -430,7 +447,7 @@ class TorchBackend(Backend):
             bytes_per_block=profile.bytes_per_block,
             host_bytes=host_bytes,
             num_host_blocks=profile.num_host_blocks,
-            block_size=self._config.block_size,
+            block_size=self._layout.block_size if self._layout is not None else None,
             measured_num_blocks=measured,
             num_blocks=profile.num_blocks,
             overridden=profile.overridden,
@@ -450,8 +467,8 @@ class TorchBackend(Backend):
         return tuple(
             KvGroupSpec(
                 num_layers=groups.num_layers(index),
-                num_kv_heads=layout.num_kv_heads,
-                head_dim=layout.head_dim,
+                num_kv_heads=layout.num_kv_heads if window != STATE else 0,
+                head_dim=layout.head_dim if window != STATE else 0,
                 bytes_per_block=groups.num_layers(index) * page_bytes,
                 window=window,
             )
@@ -476,8 +493,30 @@ class TorchBackend(Backend):
         )
 
 
+def _with_states(layout: KvLayout, state: StateLayout, interval: int) -> KvLayout:
+    """Enlarge blocks until they are a state's interval, and each page holds a state.
+
+    Where no layer attends, pages are as those of one head of whatever size it takes.
+    """
+    least = layout.block_size
+    if layout.num_kv_heads:
+        interval = max(interval, state.tokens_per_block(layout.bytes_per_token_and_layer))
+    block_size = -(-interval // least) * least
+    if layout.num_kv_heads:
+        return replace(layout, block_size=block_size)
+    head_dim = state.head_dim(block_size, layout.dtype.itemsize)
+    return replace(layout, num_kv_heads=1, head_dim=head_dim, block_size=block_size)
+
+
 def _require_one_group(name: str, groups: LayerGroups) -> None:
-    """Refuse fp8 where layers share pages: a layer's scales are those of its page."""
+    """Refuse fp8 where layers share pages, since a layer's scales are those of its page, and for states."""
+    if STATE in groups.windows:
+        raise BackendError(
+            "KV_CACHE_DTYPE_NOT_SUPPORTED",
+            f"expected a model without layers that keep a state for --kv-cache-dtype {name}, got one with them. Use"
+            " --kv-cache-dtype auto.",
+            kv_cache_dtype=name,
+        )
     if len(groups.windows) > 1:
         raise BackendError(
             "KV_CACHE_DTYPE_NOT_SUPPORTED",
