@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from executor_service.backends.base import STATE
+from executor_service.backends.triton_backend import TritonBackend
 from tests.integration.executor.scheduled_pair import CHUNK, MAX_LEN, Pair, check
 from tests.unit.executor.step_builder import prompt_of, save_tiny_model
 
@@ -85,3 +86,14 @@ def test_state_model_prefix_hits_give_transformers_tokens(model: tuple[Path, tup
     adopted = {"turn from what was adopted": prompts["turn"]}
     check(folder, adopted, pair.run(adopted))
     assert pair.scheduler.stats.prefix_hits > hits
+
+
+# Rows of a tile that stand for nothing divide 0 by 0: silent on a GPU, a warning of NumPy in the interpreter.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:executor_service")
+@pytest.mark.parametrize("kind", ["mamba2", "bamba"])
+def test_state_model_on_the_triton_backend_gives_transformers_tokens(kind: str, tmp_path: Path) -> None:
+    """Interpreted, so a few tokens: Triton attends, where anything does, and states go on in torch."""
+    folder = save_tiny_model(tmp_path, kind)
+    pair = Pair(folder, 60, TritonBackend)
+    prompts = {f"p{length}": prompt_of(length, length) for length in (3, 21, 47)}
+    check(folder, prompts, pair.run(prompts, max_tokens=6), new_tokens=6)
