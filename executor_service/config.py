@@ -101,6 +101,13 @@ class ExecutorConfig(BaseSettings):
     )
     max_model_len: int | None = Field(None, ge=2, description="Most tokens of a sequence. Default: the model's own.")
     block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
+    state_interval: int = Field(
+        512,
+        ge=1,
+        le=65_536,
+        description="Tokens between the states that are kept for reuse, of a model whose layers keep one: its blocks"
+        " are the least multiple of block_size that is no shorter, and that a state fits into.",
+    )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Share of the device's memory (or of memory_limit) the executor may use."
     )
@@ -171,8 +178,8 @@ class ExecutorConfig(BaseSettings):
     )
     sim_windows: Annotated[tuple[int, ...], NoDecode, BeforeValidator(_parse_id_list)] = Field(
         (),
-        description='sim: the window of each KV group in tokens, 0 for full attention, such as "0,64". Default: one'
-        " group of full attention.",
+        description='sim: the window of each KV group in tokens, 0 for full attention, -1 for a state, such as "0,64".'
+        " Default: one group of full attention.",
     )
 
     @model_validator(mode="after")
@@ -180,8 +187,6 @@ class ExecutorConfig(BaseSettings):
         """Refuse a missing model here, where the flag can be named, rather than after torch was imported."""
         if self.backend in ("torch", "triton") and not self.model:
             raise ValueError(f"a folder, hub id or GGUF file as model for the {self.backend} backend, got none")
-        if self.tensor_parallel_size > 1 and self.max_loras:
-            raise ValueError("max_loras of 0 with several processes, which do not share adapters, got more")
         return self
 
 

@@ -16,7 +16,15 @@ import numpy.typing as npt
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
 from executor_service.array_checks import frozen, int32_column, require_indptr, require_length, require_range
-from executor_service.backends.base import GroupTables, Int32, PenaltyHistory, SamplingBatch, StepBatch
+from executor_service.backends.base import (
+    STATE,
+    GroupTables,
+    Int32,
+    PenaltyHistory,
+    SamplingBatch,
+    StepBatch,
+    reach_of,
+)
 from executor_service.block_copies import NO_COPIES, StepCopies, parse_copies
 from executor_service.block_tags import MAX_TAG_BYTES
 from executor_service.errors import InvalidFieldError
@@ -31,7 +39,7 @@ class StepLimits:
 
     Units:
         max_model_len, max_num_batched_tokens: tokens; max_num_seqs: rows, and samples; num_blocks includes the null
-        block; windows: tokens, one value for each KV group, 0 for full attention.
+        block; windows: tokens, one value for each KV group, 0 for full attention, STATE for a state.
     """
 
     kv_epoch: int
@@ -94,11 +102,16 @@ def parse_step(request: pb.ExecuteRequest, limits: StepLimits) -> ParsedStep:
     require_range(token_ids, 0, limits.vocab_size, "token_ids")
     positions = _positions(request, query_indptr, limits)
     seq_lens = frozen(positions[query_indptr[1:] - 1] + np.int32(1))
-    tables = _tables(request, seq_lens, positions[query_indptr[:-1]], limits)
+    starts = positions[query_indptr[:-1]]
+    tables = _tables(request, seq_lens, starts, limits)
     row_of_token = np.repeat(np.arange(num_rows), np.diff(query_indptr))
     slots = [_slots(index, table, positions, row_of_token, limits) for index, table in enumerate(tables)]
     if len(slots) > 1:
         _require_blocks_of_one_group(slots, limits.block_size)
+    for index, window in enumerate(limits.windows):
+        if window == STATE and num_rows:
+            blocks = slots[index] // limits.block_size
+            _require_states_of_one_row(index, blocks, row_of_token, _sources(tables[index], starts, limits.block_size))
     tag_block_ids, tags = _tags(request, limits)
     return ParsedStep(
         query_indptr=query_indptr,
@@ -285,7 +298,7 @@ def _require_window(
     if not len(nulls):
         return
     rows = np.searchsorted(indptr, nulls, side="right") - 1
-    first_read = np.maximum(starts[rows] - np.int32(window - 1), 0)
+    first_read = np.maximum(starts[rows] - np.int32(reach_of(window)), 0)
     needed = nulls - indptr[rows] >= first_read // np.int32(block_size)
     if needed.any():
         place = int(np.argmax(needed))
@@ -293,7 +306,7 @@ def _require_window(
         raise InvalidFieldError(
             f"{field}[{int(nulls[place])}]",
             f"a block in [1, num_blocks) for positions from {int(first_read[place])} on, which row {row} reads from "
-            f"position {start} with a window of {window}",
+            f"position {start} with {'a state' if window == STATE else f'a window of {window}'}",
             "the null block, 0",
         )
 
@@ -307,6 +320,43 @@ def _require_blocks_of_one_group(slots: list[npt.NDArray[np.int64]], block_size:
             "block_tables",
             "every block written in one KV group",
             f"block {int(written[np.argmax(twice)])} in two",
+        )
+
+
+def _sources(table: GroupTables, starts: Int32, block_size: int) -> npt.NDArray[np.int64]:
+    """The block whose state each row starts from, -1 for none; `starts` are the rows' first positions. Shape: (R,)."""
+    entries = table.block_indptr[:-1] + np.maximum(starts - 1, 0) // np.int32(block_size)
+    return np.where(starts > 0, table.block_ids[entries].astype(np.int64), -1)
+
+
+def _require_states_of_one_row(
+    group: int,
+    blocks: npt.NDArray[np.int64],
+    row_of_token: npt.NDArray[np.int64],
+    sources: npt.NDArray[np.int64],
+) -> None:
+    """Check that no block in which a row leaves a state is another row's, to start from or to leave one in.
+
+    What one row would find there depends on when the other is computed.
+
+    Args:
+        group: the KV group.
+        blocks: (T,) the block of each token's position.
+        row_of_token: (T,) the row of each token.
+        sources: (R,) what `_sources` returned.
+    """
+    written, place = np.unique(blocks, return_index=True)
+    writer = row_of_token[place]
+    used = np.concatenate([blocks, sources])
+    user = np.concatenate([row_of_token, np.arange(len(sources))])
+    where = np.minimum(np.searchsorted(written, used), len(written) - 1)
+    shared = (written[where] == used) & (writer[where] != user)
+    if shared.any():
+        index = int(np.argmax(shared))
+        raise InvalidFieldError(
+            f"block_tables[{group}].block_ids",
+            "every block in which a row leaves a state used by no other row",
+            f"block {int(used[index])} in rows {int(writer[where[index]])} and {int(user[index])}",
         )
 
 

@@ -1,7 +1,7 @@
 """The physical paged KV cache: one tensor per layer, in NHD layout.
 
-Station: allocated by `kv_memory`, written and read by `kernels.torch_paged`. It knows shapes and bytes;
-which block holds what is the manager's knowledge.
+Station: allocated by `kv_memory`, written and read by `kernels.torch_paged`; page by page by `state_layers`, where
+layers keep a state in place of K/V. It knows shapes and bytes; which block holds what is the manager's knowledge.
 """
 
 from __future__ import annotations
@@ -112,6 +112,21 @@ class PagedKvCache:
         if self.layout.is_quantized:
             stored = stored[0].view(self.layout.dtype).float(), stored[1].view(self.layout.dtype).float()
         return torch.isfinite(stored[0]).all(dim=-1) & torch.isfinite(stored[1]).all(dim=-1)
+
+    def read_pages(self, layer: int, block_ids: torch.Tensor) -> torch.Tensor:
+        """Copy whole pages, for layers that keep something else in them than K/V: the half of K, then that of V.
+
+        Shape:
+            block_ids: (B,) int64; returns (B, bytes of a page) uint8.
+        """
+        halves = [half[block_ids].view(len(block_ids), -1).view(torch.uint8) for half in self.layers[layer]]
+        return torch.cat(halves, dim=1)
+
+    def write_pages(self, layer: int, block_ids: torch.Tensor, pages: torch.Tensor) -> None:
+        """Overwrite whole pages. Shape: as in `read_pages`; no id twice."""
+        for half, stored in zip(self.layers[layer], pages.chunk(2, dim=1), strict=True):
+            shape = (len(block_ids), *half.shape[1:])
+            half.index_copy_(0, block_ids, stored.contiguous().view(half.dtype).view(shape))
 
     def clear(self) -> None:
         """Zero every slot."""

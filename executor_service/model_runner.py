@@ -5,12 +5,13 @@ Station: called by `backends.torch_backend`; calls the model, the kernels it was
 
 How: all rows of a step are laid end to end as one sequence with its own `position_ids`; the model sees no cache and no
 mask. Its attention layers call `_attention_interface`, which finds the step's plan and the cache among its keyword
-arguments.
+arguments. Layers that keep a state call `state_layers`, which is told of the step before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,15 +19,19 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from executor_service.backends.base import BackendError, RowFailure, StepBatch, StepResult
+from executor_service.backends.base import STATE, BackendError, RowFailure, StepBatch, StepResult
 from executor_service.decode_graphs import DecodeGraphs, Recorder
 from executor_service.devices import upload
 from executor_service.kernels.paged_kernels import GroupStep, PagedKernels, StepAttention
 from executor_service.kv_cache import PagedKvCache
 from executor_service.layer_groups import LayerGroups, layer_windows
 from executor_service.sampler import sample
+from executor_service.state_layers import StateLayers, StateStep
+from executor_service.state_plan import plan_states
 
 ATTENTION_NAME = "kvplane_paged"
+# States that one run of decode rows reads: enough for good batches, little beside what a step takes.
+_STATE_BYTES = 64 * 1024 * 1024
 
 # Keyword arguments by which models ask for what this attention does not do.
 _REFUSED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "attention_mask")
@@ -34,9 +39,9 @@ _REFUSED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "attention_mask")
 
 @dataclass(frozen=True)
 class PagedStep:
-    """What attention needs of a step besides queries, keys and values: a plan for each KV group."""
+    """What attention needs of a step besides queries, keys and values: a plan for each KV group that attends."""
 
-    attention: Sequence[StepAttention]
+    attention: Mapping[int, StepAttention]
     cache: PagedKvCache
     groups: LayerGroups
 
@@ -143,21 +148,28 @@ def paged_attention_interface(
 AttentionInterface.register(ATTENTION_NAME, paged_attention_interface)
 
 
-def probe(model: PreTrainedModel, vocab_size: int) -> tuple[list[int], int, int]:
-    """Learn from one forward pass how many layers attend, over which windows, and what their K/V look like.
+def probe(model: PreTrainedModel, vocab_size: int, states: StateLayers | None = None) -> tuple[list[int], int, int]:
+    """Learn from one forward pass which layers attend, over which windows, and what their K/V look like.
 
-    A configuration can not be trusted for this: every architecture names it otherwise, and layers that keep another
-    state (Mamba, linear attention) show only by not calling attention. Of windows it must say the same.
+    A configuration can not be trusted for this: every architecture names it otherwise, and layers that keep a state
+    (Mamba, linear attention) show only by not calling attention. Of windows and states it must say the same.
+
+    Args:
+        model: as `ModelRunner` takes it.
+        vocab_size: token ids.
+        states: the layers that keep a state, if there are any; they learn their layout.
 
     Returns:
-        Window of each layer, 0 for full attention; KV heads per layer; head dimension.
+        Window of each layer, 0 for full attention, STATE for a state; KV heads per layer and head dimension, both 0
+        where no layer attends.
 
     Raises:
-        BackendError: a layer does not call the attention interface, layers differ in shape, or have other windows than
-            the configuration says.
+        BackendError: a layer neither calls the attention interface nor keeps a state, layers differ in shape, or are
+            others than the configuration says.
     """
     step = ProbeStep()
-    logits = run_probe(model, vocab_size, step)
+    with nullcontext() if states is None else states.probing():
+        logits = run_probe(model, vocab_size, step)
     if logits.shape != (1, 1, vocab_size):
         raise BackendError(
             "MODEL_NOT_SUPPORTED",
@@ -166,14 +178,15 @@ def probe(model: PreTrainedModel, vocab_size: int) -> tuple[list[int], int, int]
         )
     num_layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
     shapes = set(step.seen.values())
-    if sorted(step.seen) != list(range(num_layers)) or len(shapes) != 1:
+    windows_seen = step.windows | dict.fromkeys(() if states is None else states.layers, STATE)
+    if sorted(windows_seen) != list(range(num_layers)) or len(shapes) > 1:
         raise BackendError(
             "MODEL_NOT_SUPPORTED",
             f"expected {num_layers} layers that call attention with one K/V shape, got layers {sorted(step.seen)} with "
             f"(KV heads, head_dim) {sorted(shapes)} in {model.config.model_type}",
             model_type=model.config.model_type,
         )
-    windows, expected = [step.windows[layer] for layer in range(num_layers)], layer_windows(model.config)
+    windows, expected = [windows_seen[layer] for layer in range(num_layers)], layer_windows(model.config)
     if windows != expected:
         raise BackendError(
             "MODEL_NOT_SUPPORTED",
@@ -181,7 +194,7 @@ def probe(model: PreTrainedModel, vocab_size: int) -> tuple[list[int], int, int]
             f" {model.config.model_type}",
             model_type=model.config.model_type,
         )
-    kv_heads, head_dim = shapes.pop()
+    kv_heads, head_dim = shapes.pop() if shapes else (0, 0)
     return windows, kv_heads, head_dim
 
 
@@ -202,17 +215,22 @@ class ModelRunner:
         model: weights, in evaluation mode, with `ATTENTION_NAME` as attention.
         kernels: what writes K/V and attends.
         groups: which layers share a block table, and which page of a block is whose.
+        states: the layers that keep a state, probed; None where no layer does.
 
     Attributes:
         dtype: the type that the model computes in.
     """
 
-    def __init__(self, model: PreTrainedModel, kernels: PagedKernels, groups: LayerGroups) -> None:
+    def __init__(
+        self, model: PreTrainedModel, kernels: PagedKernels, groups: LayerGroups, states: StateLayers | None = None
+    ) -> None:
         self.dtype = model.dtype
         self._model = model
         self._groups = groups
         self._device = model.device
         self._kernels = kernels
+        self._states = states
+        self._attending = [group for group, window in enumerate(groups.windows) if window != STATE]
         self._graphs: DecodeGraphs | None = None
 
     def use_graphs(self, graphs: DecodeGraphs | None) -> None:
@@ -252,7 +270,7 @@ class ModelRunner:
     def run(self, batch: StepBatch, cache: PagedKvCache) -> StepResult:
         """One step: K/V of all rows written, then attention, then sampling."""
         logits = self.forward(batch, cache)
-        failures = _bad_kv(batch, cache, self._groups)
+        failures = _bad_kv(batch, cache, self._groups, self._states)
         if batch.sampling is None:
             return StepResult(np.zeros(0, dtype=np.int32), failures=failures)
         result = sample(logits, batch.sampling)
@@ -289,12 +307,13 @@ class ModelRunner:
         attention = self._kernels.plan(
             batch.query_indptr,
             batch.seq_lens,
-            list(map(GroupStep, windows, batch.tables, batch.slot_mappings)),
+            [GroupStep(windows[group], batch.tables[group], batch.slot_mappings[group]) for group in self._attending],
             block_size=cache.layout.block_size,
             device=self._device,
         )
         tokens, positions = self._to_device(batch.token_ids), self._to_device(batch.positions)
-        return self._compute(tokens, positions, self._last_tokens(batch), attention, cache)
+        with self._running_states(batch, cache):
+            return self._compute(tokens, positions, self._last_tokens(batch), attention, cache)
 
     def _compute(
         self,
@@ -304,15 +323,38 @@ class ModelRunner:
         attention: Sequence[StepAttention],
         cache: PagedKvCache,
     ) -> torch.Tensor:
-        """The model's forward pass. Shape: tokens, positions (1, T); returns (S, V)."""
+        """The model's forward pass; attention is that of the groups that attend, in order.
+
+        Shape:
+            tokens, positions: (1, T); returns (S, V).
+        """
         output = self._model(
             input_ids=tokens,
             position_ids=positions,
             use_cache=False,
             logits_to_keep=wanted,
-            paged_step=PagedStep(attention, cache, self._groups),
+            paged_step=PagedStep(dict(zip(self._attending, attention, strict=True)), cache, self._groups),
         )
         return output.logits[0]
+
+    def _running_states(self, batch: StepBatch, cache: PagedKvCache) -> AbstractContextManager[None]:
+        """Within it the layers that keep a state know the step."""
+        if self._states is None:
+            return nullcontext()
+        most_rows = max(1, _STATE_BYTES // self._states.layout.num_bytes)
+        runs = {
+            group: plan_states(
+                batch.query_indptr,
+                batch.seq_lens,
+                batch.tables[group],
+                block_size=cache.layout.block_size,
+                most_rows=most_rows,
+                device=self._device,
+            )
+            for group, window in enumerate(self._groups.windows)
+            if window == STATE
+        }
+        return self._states.running(StateStep(runs, cache, self._groups))
 
     def _last_tokens(self, batch: StepBatch) -> torch.Tensor | int:
         """Indices of the tokens whose logits are wanted, repeats included; 0 means each once, without a copy."""
@@ -328,18 +370,21 @@ class ModelRunner:
         return upload(column.astype(np.int64), self._device).unsqueeze(0)
 
 
-def _bad_kv(batch: StepBatch, cache: PagedKvCache, groups: LayerGroups) -> list[RowFailure]:
+def _bad_kv(batch: StepBatch, cache: PagedKvCache, groups: LayerGroups, states: StateLayers | None) -> list[RowFailure]:
     """A failure for each of `_rows_with_bad_kv`."""
-    message = "what the row computed for its last layer's K/V is NaN or infinite"
-    return [RowFailure(row, "NON_FINITE_KV", message) for row in _rows_with_bad_kv(batch, cache, groups)]
+    message = "what the row computed for its last layer's K/V or state is NaN or infinite"
+    return [RowFailure(row, "NON_FINITE_KV", message) for row in _rows_with_bad_kv(batch, cache, groups, states)]
 
 
-def _rows_with_bad_kv(batch: StepBatch, cache: PagedKvCache, groups: LayerGroups) -> list[int]:
-    """Rows without sampling whose K/V is not finite: no logits would tell, and their blocks would become hits.
+def _rows_with_bad_kv(
+    batch: StepBatch, cache: PagedKvCache, groups: LayerGroups, states: StateLayers | None
+) -> list[int]:
+    """Rows without sampling whose K/V or state is not finite: no logits would tell, and their blocks would become hits.
 
     The last layer's K/V tells of the others: each token attends to itself and to those before it, so what is not finite
     in one layer makes the hidden state, and with it the K/V of every later layer, NaN. (An infinite key all of whose
-    scores are -inf is ignored by attention, and here.) Where every row samples, as in decoding, there is nothing to do.
+    scores are -inf is ignored by attention, and here.) A state that is not finite never is again: a row's newest one
+    tells. Where every row samples, as in decoding, there is nothing to do.
     """
     silent_row = np.ones(batch.num_rows, dtype=bool)
     if batch.sampling is not None:
@@ -349,6 +394,12 @@ def _rows_with_bad_kv(batch: StepBatch, cache: PagedKvCache, groups: LayerGroups
     rows = np.repeat(np.arange(batch.num_rows), np.diff(batch.query_indptr))
     silent = silent_row[rows]
     group, page = groups.group_of[-1], groups.page_of[-1]
+    if groups.windows[group] == STATE:
+        assert states is not None
+        chosen, table = np.flatnonzero(silent_row), batch.tables[group]
+        newest = table.block_ids[table.block_indptr[chosen + 1] - 1].astype(np.int64)
+        finite = states.are_finite(cache, page, torch.from_numpy(newest).to(cache.keys[page].device))
+        return chosen[~finite.cpu().numpy()].tolist()  # type: ignore[no-any-return]
     slots = torch.from_numpy(batch.slot_mappings[group][silent]).to(cache.keys[page].device)
     finite = cache.is_finite(page, slots)
     return np.unique(rows[silent][~finite.cpu().numpy()]).tolist()  # type: ignore[no-any-return]

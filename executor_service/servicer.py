@@ -17,7 +17,7 @@ from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvplane.executor.v1 import executor_service_pb2_grpc as pb_grpc
 
 from executor_service.adapters import LoadedAdapter
-from executor_service.backends.base import KvGroupSpec, MemoryProfile, ModelInfo, NotEnoughMemoryError
+from executor_service.backends.base import STATE, KvGroupSpec, MemoryProfile, ModelInfo, NotEnoughMemoryError
 from executor_service.block_tags import portions
 from executor_service.compute_thread import ComputeThread
 from executor_service.errors import ExecutorError, abort_with, as_executor_error
@@ -207,14 +207,20 @@ def _lora_adapter(adapter: LoadedAdapter) -> pb.LoraAdapter:
     )
 
 
+def _group_type(window: int) -> pb.KvGroupType:
+    if window == STATE:
+        return pb.KV_GROUP_TYPE_RECURRENT_STATE
+    return pb.KV_GROUP_TYPE_SLIDING_WINDOW if window else pb.KV_GROUP_TYPE_FULL_ATTENTION
+
+
 def _kv_group(group: KvGroupSpec) -> pb.KvGroup:
     return pb.KvGroup(
-        type=pb.KV_GROUP_TYPE_SLIDING_WINDOW if group.window else pb.KV_GROUP_TYPE_FULL_ATTENTION,
+        type=_group_type(group.window),
         num_layers=group.num_layers,
         num_kv_heads=group.num_kv_heads,
         head_dim=group.head_dim,
         bytes_per_block=group.bytes_per_block,
-        window=group.window,
+        window=max(group.window, 0),
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
-from kvmanager_service.core.kv_groups import FullAttention, KVGroup, SlidingWindow
+from kvmanager_service.core.kv_groups import FullAttention, KVGroup, RecurrentState, SlidingWindow
 
 __all__ = ["MAX_GROUPS", "UnsupportedGroupsError", "longest_fit", "read_groups"]
 
@@ -43,8 +43,10 @@ def _read_group(index: int, group: pb.KvGroup, block_size: int) -> KVGroup:
         return FullAttention(block_size)
     if group.type == pb.KV_GROUP_TYPE_SLIDING_WINDOW and group.window >= 1:
         return SlidingWindow(block_size, group.window)
+    if group.type == pb.KV_GROUP_TYPE_RECURRENT_STATE and group.window == 0:
+        return RecurrentState(block_size)
     raise UnsupportedGroupsError(
-        "full attention without a window, or a sliding window of at least 1 token, got group"
+        "full attention or a state without a window, or a sliding window of at least 1 token, got group"
         f" {index} of type {group.type} with window {group.window}"
     )
 

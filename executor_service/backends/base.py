@@ -12,12 +12,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
+
+STATE: Final = -1
+"""Stands for a KV group's window where its layers keep a state (Mamba, linear attention) in place of K/V."""
 
 
 class BackendError(Exception):
@@ -48,7 +52,7 @@ class KvGroupSpec:
 
     Units:
         bytes_per_block: bytes of one block over all layers of the group, K and V together; window: tokens that a token
-        reads, itself included, 0 for full attention.
+        reads, itself included, 0 for full attention, STATE for a state, of which heads and their size are 0.
     """
 
     num_layers: int
@@ -61,12 +65,21 @@ class KvGroupSpec:
         """Most blocks of this group that a sequence holds on its way to num_tokens tokens.
 
         Of a window that is what its last tokens and a row of `longest_chunk` tokens take, wherever they begin: of m
-        tokens in a row, ceil((m - 1) / block_size) + 1 blocks hold at least one.
+        tokens in a row, ceil((m - 1) / block_size) + 1 blocks hold at least one. Of a state it is the entry that the
+        row starts from and those that it fills.
         """
         length = -(-num_tokens // block_size)
         if not self.window:
             return length
-        return min(length, -(-(self.window + longest_chunk - 2) // block_size) + 1)
+        return min(length, -(-(reach_of(self.window) + longest_chunk - 1) // block_size) + 1)
+
+
+def reach_of(window: int) -> int:
+    """Tokens before a row's first one whose entries of the table the row reads, for a group that is not full attention.
+
+    Of a state that is one: the state after it.
+    """
+    return 1 if window == STATE else window - 1
 
 
 @dataclass(frozen=True)
@@ -175,7 +188,8 @@ class GroupTables:
         block_indptr: (R + 1,), block_ids: (block_indptr[R],), last_block_len: (R,) in [1, block_size].
 
     Invariants:
-        No id is 0, the null block, but of a group with a window, before what the row's first token reads.
+        No id is 0, the null block, but of a group with a window or a state, before what the row's first token reads. Of
+        a state the last entries, from the first token's on, are written by this row, and by no other.
     """
 
     block_indptr: Int32
@@ -347,6 +361,8 @@ class Backend(ABC):
     @abstractmethod
     def execute(self, batch: StepBatch) -> StepResult:
         """Run one step: every layer writes K/V of all rows before any row attends; then sample.
+
+        A layer that keeps a state does so for each row by itself; `state_plan` and the proto say how.
 
         Raises:
             BackendError: the whole step failed. Only slots of this step may have been written.

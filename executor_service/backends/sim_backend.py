@@ -10,7 +10,9 @@ All arithmetic is modulo 2**64; `mix` is a bijection with good avalanche, G an o
     next token  = mix(content, and seed and position if temperature > 0, and the history if penalised) % vocab_size.
 
 With several KV groups each has digests and a content of its own, from a root of its own, and content is the sum over
-groups g of content_g * GROUP**g; a group with a window sums over the window's positions only.
+groups g of content_g * GROUP**g; a group with a window sums over the window's positions only. A group with a state
+keeps one digest in each block, in its first slot: that of the newest position in it. A row reads the one that it starts
+from before any row writes, and content is digest(p) * G**p of the newest position p.
 
 A row with an adapter adds salt(revision) with each token, so that the adapter's rows need digests of their own,
 computed with it throughout. Any source is an adapter, and its revision is a digest of that text.
@@ -33,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from executor_service.backends.base import (
+    STATE,
     AdapterContent,
     Backend,
     BackendError,
@@ -76,8 +79,8 @@ class SimBackendConfig:
         swap_space: bytes of host blocks.
 
     Attributes:
-        sim_windows: of each KV group, 0 for full attention; a window is of 2 tokens at least, since each reads the one
-            before.
+        sim_windows: of each KV group, 0 for full attention, -1 for a state; a window is of 2 tokens at least, since
+            each reads the one before.
 
     Defaults:
         max_model_len None: 8192, or what the blocks hold if that is less. No sim_windows: one group of full attention.
@@ -143,8 +146,11 @@ class SimBackend(Backend):
                 message = f"sim_eos_token_ids: expected ids in [0, {config.sim_vocab_size}), got {token_id}"
                 raise BackendError("BAD_EOS_TOKEN_ID", message, got=token_id)
         for window in config.sim_windows:
-            if window < 0 or window == 1:
-                message = f"sim_windows: expected 0 for full attention or windows of at least 2 tokens, got {window}"
+            if window < STATE or window == 1:
+                message = (
+                    "sim_windows: expected 0 for full attention, -1 for a state, or windows of at least 2 tokens, got"
+                    f" {window}"
+                )
                 raise BackendError("BAD_WINDOW", message, got=window)
         windows = "".join(f"-{window}" for window in config.sim_windows)
         return ModelInfo(
@@ -234,8 +240,11 @@ class SimBackend(Backend):
             BackendError: rows wait for each other's blocks in a circle; nothing was written.
         """
         started = time.monotonic()
-        for index in range(len(self._groups)):
-            self._write(batch, index)
+        for index, group in enumerate(self._groups):
+            if group.window == STATE:
+                self._write_states(batch, index)
+            else:
+                self._write(batch, index)
         result = StepResult(np.empty(0, dtype=np.int32))
         if batch.sampling is not None:
             contents = self._contents(batch, batch.sampling.rows)
@@ -247,15 +256,38 @@ class SimBackend(Backend):
     def _write(self, batch: StepBatch, group: int) -> None:
         """Store each token's digest of one KV group in its slot and correct the blocks' polynomials."""
         starts, slots = batch.query_indptr[:-1], batch.slot_mappings[group]
-        added = mix_array(batch.token_ids.astype(np.uint64) << np.uint64(32) | batch.positions.astype(np.uint64))
-        if batch.adapter_ids is not None:
-            salts = np.array([self._salts[adapter_id] for adapter_id in batch.adapter_ids.tolist()], dtype=np.uint64)
-            added += np.repeat(salts, np.diff(batch.query_indptr))
+        added = self._added(batch)
         sums = np.cumsum(added)
         # The digest of a row's token is the sum up to it, plus what the row's first token found, less what other rows
         # have put into the sum.
         offsets = self._found(batch, group, sums, sums[starts] - added[starts])
         digests = sums + np.repeat(offsets, np.diff(batch.query_indptr))
+        self._store(slots, digests)
+
+    def _write_states(self, batch: StepBatch, group: int) -> None:
+        """Store the newest digest that each row has in each block that it writes, from the one that it starts from."""
+        block_size, table = self._config.block_size, batch.tables[group]
+        starts, lasts = batch.query_indptr[:-1], batch.query_indptr[1:] - 1
+        added = self._added(batch)
+        sums = np.cumsum(added)
+        first = batch.positions[starts]
+        sources = table.block_ids[table.block_indptr[:-1] + np.maximum(first - 1, 0) // block_size].astype(np.int64)
+        found = np.where(first > 0, self._slots[sources * block_size], self._roots[group])
+        digests = sums + np.repeat(found - (sums[starts] - added[starts]), np.diff(batch.query_indptr))
+        is_newest = batch.positions % block_size == block_size - 1
+        is_newest[lasts] = True
+        self._store(batch.slot_mappings[group][is_newest] // block_size * block_size, digests[is_newest])
+
+    def _added(self, batch: StepBatch) -> Uint64:
+        """What each token adds to a digest. Shape: (T,)."""
+        added = mix_array(batch.token_ids.astype(np.uint64) << np.uint64(32) | batch.positions.astype(np.uint64))
+        if batch.adapter_ids is not None:
+            salts = np.array([self._salts[adapter_id] for adapter_id in batch.adapter_ids.tolist()], dtype=np.uint64)
+            added += np.repeat(salts, np.diff(batch.query_indptr))
+        return added
+
+    def _store(self, slots: Int64, digests: Uint64) -> None:
+        """Write slots, none of them twice, and correct their blocks' polynomials."""
         blocks, places = np.divmod(slots, self._config.block_size)
         np.add.at(self._polynomials, blocks, (digests - self._slots[slots]) * self._powers[places])
         self._slots[slots] = digests
@@ -300,7 +332,10 @@ class SimBackend(Backend):
         """Read what the next tokens of these rows depend on, in all groups."""
         contents = np.zeros(len(rows), dtype=np.uint64)
         for group, table, factor in zip(self._groups, batch.tables, self._factors, strict=True):
-            if group.window:
+            if group.window == STATE:
+                newest = table.block_ids[table.block_indptr[rows + 1] - 1].astype(np.int64) * self._config.block_size
+                contents += self._slots[newest] * self._powers[batch.seq_lens[rows] - 1] * factor
+            elif group.window:
                 contents += self._window(rows, table, batch.seq_lens[rows], group.window) * factor
             else:
                 contents += self._whole(rows, table) * factor

@@ -98,7 +98,7 @@ def expected_tokens(
         suppressed_token_ids: ids that cannot be produced.
         min_tokens: how many of the first tokens the suppression holds for; None is all.
         penalised: whether the row has a repetition, presence or frequency penalty other than none.
-        windows: the executor's `sim_windows`, one value for each KV group.
+        windows: the executor's `sim_windows`, one value for each KV group; -1 is a state.
         salt: the `adapter_salt` of the adapter it runs with; 0 for none.
 
     Returns:
@@ -114,8 +114,9 @@ def expected_tokens(
                 sums[group] += _mix(tokens[position] << 32 | position) + salt
                 terms[group].append(sums[group] * power & _MASK)
                 contents[group] += terms[group][position]
-                if window and position >= window:
-                    contents[group] -= terms[group][position - window]
+                reads = 1 if window < 0 else window  # the state after the newest token is all that a state keeps
+                if reads and position >= reads:
+                    contents[group] -= terms[group][position - reads]
             power = power * int(G) & _MASK
         state = _mix(sum(content * int(GROUP) ** group for group, content in enumerate(contents)) & _MASK)
         if penalised:

@@ -1,4 +1,4 @@
-"""The torch backend: any decoder of transformers with full attention or sliding windows, on CPU or CUDA.
+"""The torch backend: decoders of transformers with full attention, sliding windows or states, on CPU or CUDA.
 
 Station: built and driven by the gRPC shell through `backends.base.Backend`, always from one thread. It ties the parts
 together: `model_loader`, `memory_profiler`, `kv_memory`, `model_runner`; each of them knows only its own concern.
@@ -16,6 +16,7 @@ import structlog
 import torch
 
 from executor_service.backends.base import (
+    STATE,
     AdapterContent,
     AdapterError,
     Backend,
@@ -69,6 +70,8 @@ from executor_service.model_runner import ModelRunner, ProbeStep, probe, run_pro
 from executor_service.native.ops import NativeOps, load_native_ops
 from executor_service.packed_linear import pack_linear_layers, warm_up
 from executor_service.profile_batch import SCRATCH_BLOCKS, worst_batch
+from executor_service.state_layers import install_state_layers
+from executor_service.state_layout import StateLayout
 from executor_service.tensor_parallel.sharding import ModelShard
 
 MAX_LOGPROBS = 20
@@ -92,6 +95,8 @@ class TorchBackendConfig:
             too, or "fp8_e5m2".
         max_model_len: the most tokens of a sequence; None takes the model's own.
         block_size: tokens per block.
+        state_interval: where layers keep a state, each block is a checkpoint: block_size is multiplied until it is at
+            least this, and a block can hold a state.
         gpu_memory_utilization: share of the memory to use, in (0, 1]; on CPU too.
         memory_limit: bytes to count as the device's memory; None is what `memory_profiler.total_memory` finds.
         swap_space: bytes of host memory for blocks that are swapped out, as many whole blocks as fit; on a CPU they
@@ -113,6 +118,7 @@ class TorchBackendConfig:
     kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     block_size: int = 16
+    state_interval: int = 512
     gpu_memory_utilization: float = 0.9
     memory_limit: int | None = None
     swap_space: int = 0
@@ -128,6 +134,7 @@ class TorchBackendConfig:
         """Refuse values out of range."""
         checks = (
             ("block_size", self.block_size, self.block_size >= 1, "at least 1"),
+            ("state_interval", self.state_interval, self.state_interval >= 1, "at least 1"),
             ("gpu_memory_utilization", self.gpu_memory_utilization, 0 < self.gpu_memory_utilization <= 1, "in (0, 1]"),
             ("memory_limit", self.memory_limit, self.memory_limit is None or self.memory_limit > 0, "above 0"),
             ("swap_space", self.swap_space, self.swap_space >= 0, "at least 0"),
@@ -193,12 +200,17 @@ class TorchBackend(Backend):
                 admit=self._admit_weights,
                 take_part=self._shard.take if self._shard else None,
             )
-            windows, kv_heads, head_dim = probe(loaded.model, loaded.vocab_size)
+            states = install_state_layers(loaded.model)
+            if states is not None:
+                _require_state_support(config, self._shard)
+            windows, kv_heads, head_dim = probe(loaded.model, loaded.vocab_size, states)
             if self._shard:
                 self._shard.require_kv_heads(loaded.model, kv_heads)
             # A window as long as any sequence is none.
             groups = group_layers([window if window < loaded.max_model_len else 0 for window in windows])
             layout = KvLayout(groups.num_pages, kv_heads, head_dim, config.block_size, loaded.dtype)
+            if states is not None:
+                layout = _with_states(layout, states.layout, config.state_interval)
             gathered = layout.bytes_per_token_and_layer
             if self._fp8 is not None:
                 layout = replace(layout, dtype=FP8_TYPES[self._fp8])
@@ -208,12 +220,12 @@ class TorchBackend(Backend):
             self._kernels = self._make_kernels(loaded, layout, self._limits)
             if isinstance(self._kernels, NativeKernels):
                 self._limits = NO_WORKSPACE
-            self._runner = ModelRunner(loaded.model, self._kernels, groups)
+            self._runner = ModelRunner(loaded.model, self._kernels, groups, states)
             self._groups = groups
             require_swap_space(config.swap_space, layout.bytes_per_block)
-            fused = self._fuse_layers(loaded)
+            fused = self._fuse_layers(loaded) if states is None else 0
             packed = pack_linear_layers(
-                loaded.model, lambda: probe(loaded.model, loaded.vocab_size), self._native_for(loaded)
+                loaded.model, lambda: probe(loaded.model, loaded.vocab_size, states), self._native_for(loaded)
             )
             if config.max_loras:
                 self._lora = self._make_lora(loaded)
@@ -461,33 +473,40 @@ class TorchBackend(Backend):
         assert self._groups is not None
         assert self._kernels is not None
         windows = self._groups.windows
+        attending = [window for window in windows if window != STATE]
         scratch = PagedKvCache(layout, SCRATCH_BLOCKS, self._device, self._codecs)
-        batch = worst_batch(
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-            max_model_len=loaded.max_model_len,
-            vocab_size=loaded.vocab_size,
-            block_size=layout.block_size,
-            max_logprobs=MAX_LOGPROBS,
-            limits=self._limits,
-            num_groups=len(windows),
-        )
-        reserved_bytes = self._kernels.reserved_bytes(max_num_seqs, loaded.max_model_len, windows)
+        reserved_bytes = self._kernels.reserved_bytes(max_num_seqs, loaded.max_model_len, attending)
         self._record_graphs(scratch)  # what they hold, they hold beside every step
         reserved = torch.ones(reserved_bytes, dtype=torch.uint8, device=self._device)
         warm_up(loaded.model, max_num_batched_tokens)
-        if self._lora is None:
-            runner.run(batch, scratch)
-        else:
-            self._run_with_adapters(self._lora, batch, scratch)
+        token_counts = {max_num_batched_tokens}
+        if len(attending) < len(windows):  # many rows of one token take as much memory for states as a few long ones
+            token_counts.add(min(max_num_seqs, max_num_batched_tokens))
+        for num_tokens in sorted(token_counts):
+            batch = worst_batch(
+                max_num_batched_tokens=num_tokens,
+                max_num_seqs=max_num_seqs,
+                max_model_len=loaded.max_model_len,
+                vocab_size=loaded.vocab_size,
+                block_size=layout.block_size,
+                max_logprobs=MAX_LOGPROBS,
+                limits=self._limits,
+                num_groups=len(windows),
+            )
+            if self._lora is None:
+                runner.run(batch, scratch)
+            else:
+                self._run_with_adapters(self._lora, batch, scratch)
         del reserved
         # Copies run before a step, never beside it.
         torch.ones(copy_workspace_bytes(layout), dtype=torch.uint8, device=self._device)
         runner.use_graphs(None)
 
     def _recorder(self) -> Recorder | None:
-        """What records decode steps; None where they are not."""
+        """What records decode steps; None where they are not, as where layers keep a state: they plan on the host."""
         kernels = self._kernels
+        if self._groups is None or STATE in self._groups.windows:
+            return None
         if self._config.enforce_eager or self._device.type != "cuda" or kernels is None or not kernels.can_record:
             return None
         return cuda_recorder(self._device)
@@ -564,7 +583,7 @@ class TorchBackend(Backend):
             bytes_per_block=profile.bytes_per_block,
             host_bytes=host_bytes,
             num_host_blocks=profile.num_host_blocks,
-            block_size=self._config.block_size,
+            block_size=self._layout.block_size if self._layout is not None else None,
             measured_num_blocks=measured,
             num_blocks=profile.num_blocks,
             overridden=profile.overridden,
@@ -584,8 +603,8 @@ class TorchBackend(Backend):
         return tuple(
             KvGroupSpec(
                 num_layers=groups.num_layers(index),
-                num_kv_heads=layout.num_kv_heads,
-                head_dim=layout.head_dim,
+                num_kv_heads=layout.num_kv_heads if window != STATE else 0,
+                head_dim=layout.head_dim if window != STATE else 0,
                 bytes_per_block=groups.num_layers(index) * page_bytes,
                 window=window,
             )
@@ -608,6 +627,39 @@ class TorchBackend(Backend):
             max_logprobs=min(MAX_LOGPROBS, loaded.vocab_size),
             max_adapters=self._config.max_loras,
             tokenizer_files=loaded.tokenizer_files,
+        )
+
+
+def _with_states(layout: KvLayout, state: StateLayout, interval: int) -> KvLayout:
+    """Enlarge blocks until they are a state's interval, and each page holds a state.
+
+    Where no layer attends, pages are as those of one head of whatever size it takes.
+    """
+    least = layout.block_size
+    if layout.num_kv_heads:
+        interval = max(interval, state.tokens_per_block(layout.bytes_per_token_and_layer))
+    block_size = -(-interval // least) * least
+    if layout.num_kv_heads:
+        return replace(layout, block_size=block_size)
+    head_dim = state.head_dim(block_size, layout.dtype.itemsize)
+    return replace(layout, num_kv_heads=1, head_dim=head_dim, block_size=block_size)
+
+
+def _require_state_support(config: TorchBackendConfig, shard: ModelShard | None) -> None:
+    """Refuse what layers that keep a state do not do."""
+    if fp8_name(config.kv_cache_dtype) is not None:
+        raise BackendError(
+            "KV_CACHE_DTYPE_NOT_SUPPORTED",
+            "expected a model without layers that keep a state for --kv-cache-dtype"
+            f" {config.kv_cache_dtype}, got one with them. Use --kv-cache-dtype auto.",
+            kv_cache_dtype=config.kv_cache_dtype,
+        )
+    refused = {"--max-loras": config.max_loras, "--tensor-parallel-size": int(shard is not None)}
+    for flag in (flag for flag, value in refused.items() if value):
+        raise BackendError(
+            "MODEL_NOT_SUPPORTED",
+            f"expected a model without layers that keep a state for {flag}, got one with them; leave the flag out",
+            flag=flag,
         )
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import torch
 
+from executor_service.backends.base import STATE
 from executor_service.backends.torch_backend import TorchBackend
 from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.kernels.paged_kernels import PagedKernels
 from executor_service.kernels.triton_paged import TritonKernels
 from executor_service.kv_cache import KvLayout
+from executor_service.layer_groups import layer_windows
 from executor_service.model_loader import LoadedModel
 
 
@@ -20,8 +22,13 @@ class TritonBackend(TorchBackend):
     """Runs steps with torch and the Triton kernels; what it is told and what it promises are the torch backend's."""
 
     def _make_kernels(self, loaded: LoadedModel, layout: KvLayout, limits: AttentionLimits) -> PagedKernels:
-        """Triton's kernels. Raises BackendError: not on this device, or not for this model."""
-        del limits
+        """Triton's kernels; torch's where no layer attends, which only copy blocks.
+
+        Raises:
+            BackendError: not on this device, or not for this model.
+        """
+        if set(layer_windows(loaded.model.config)) == {STATE}:
+            return super()._make_kernels(loaded, layout, limits)
         config = loaded.model.config.get_text_config(decoder=True)
         # A rank of several has fewer heads than the configuration says, in the same proportion.
         num_heads = int(config.num_attention_heads)

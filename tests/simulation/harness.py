@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
-from executor_service.backends.base import BlockCopies, CopyDirection, RowFailure, StepBatch, StepResult
+from executor_service.backends.base import STATE, BlockCopies, CopyDirection, RowFailure, StepBatch, StepResult
 from executor_service.backends.sim_backend import SimBackend, SimBackendConfig
 from executor_service.input_batch import parse_step
 from executor_service.kv_session import KvSession
@@ -18,7 +18,7 @@ from executor_service.step_response import build_response
 from kvmanager_service.core.block_tag import decode_tag
 from kvmanager_service.core.kv_cache_coordinator import KVCache, table_sizes
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
-from kvmanager_service.core.kv_groups import FullAttention, KVGroup, SlidingWindow
+from kvmanager_service.core.kv_groups import FullAttention, KVGroup, RecurrentState, SlidingWindow
 from kvmanager_service.core.request import TOKEN_BYTES, FinishReason
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
@@ -32,7 +32,13 @@ MAX_POOL_TOKENS = 10_000
 
 def kv_groups(block_size: int, windows: tuple[int, ...]) -> list[KVGroup]:
     """The core's groups for a sim executor's windows."""
-    return [SlidingWindow(block_size, window) if window else FullAttention(block_size) for window in windows or (0,)]
+    return [kv_group(block_size, window) for window in windows or (0,)]
+
+
+def kv_group(block_size: int, window: int) -> KVGroup:
+    if window == STATE:
+        return RecurrentState(block_size)
+    return SlidingWindow(block_size, window) if window else FullAttention(block_size)
 
 
 def pool_tokens(num_blocks: int, block_size: int, config: SchedulerConfig, windows: tuple[int, ...]) -> int:

@@ -1,7 +1,8 @@
-"""Models with several KV groups, or a window, over the wire: what reads and writes blocks is the executor's own code.
+"""Models with several KV groups, windows or states, over the wire: blocks are read and written by the executor's code.
 
 Unlike `test_groups`, whose executor is the test's, steps go through messages, the executor's checks and the `sim`
-backend: a null, wrong, stale or half-written block that a window reads changes an output, or is refused.
+backend: a null, wrong, stale or half-written block that a window reads changes an output, or is refused, and so does a
+state that is older or newer than the row that starts from it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from collections import Counter
 import pytest
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
+from executor_service.backends.base import STATE
 from executor_service.backends.sim_digest import expected_tokens
 from kvmanager_service import step_message
 from kvmanager_service.core.block import KVCacheBlock
 from kvmanager_service.core.group_swaps import GroupSwaps
 from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
-from kvmanager_service.core.kv_groups import GroupTable, SlidingWindow
+from kvmanager_service.core.kv_groups import GroupTable, RecurrentState, SlidingWindow
 from kvmanager_service.core.request import Request, SamplingParams
 from kvmanager_service.core.scheduler_config import PREEMPTION_MODES, SchedulerConfig
 from tests.simulation.chaos import Chaos
@@ -30,6 +32,9 @@ MODELS = {
     "short and long windows": (2, 33),
     "two full": (0, 0),
     "full and many sliding": (0, 7, 7, 16),
+    "state only": (STATE,),
+    "full and states": (0, STATE, STATE, STATE),
+    "sliding and state": (9, STATE),
 }
 
 
@@ -84,6 +89,18 @@ def hit_needs_its_last_block_only(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SlidingWindow, "longest_hit", longest_hit)
 
 
+def state_goes_on_from_a_null_block(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RecurrentState, "first_needed_token", lambda self, c: c)
+
+
+def state_is_hit_in_the_step_that_leaves_it(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RecurrentState, "can_share_within_step", True)
+
+
+def state_is_resumed_where_it_was_not_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RecurrentState, "can_fork", lambda self, num_tokens, num_computed: True)
+
+
 def table_keeps_what_it_gave_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GroupTable, "leave", lambda self, first: setattr(self, "first", first))
 
@@ -133,6 +150,10 @@ def tables_of_some_steps_sent_in_another_order(patch: pytest.MonkeyPatch) -> Non
         (table_keeps_what_it_gave_back, "full and sliding"),
         (windows_come_back_without_their_tails, "sliding only"),
         (what_leaves_is_given_away_at_once, "two full"),
+        (table_keeps_what_it_gave_back, "full and states"),
+        (state_goes_on_from_a_null_block, "state only"),
+        (state_is_hit_in_the_step_that_leaves_it, "sliding and state"),
+        (state_is_resumed_where_it_was_not_kept, "full and states"),
         (tables_of_some_steps_sent_in_another_order, "two full"),
         (tables_of_some_steps_sent_in_another_order, "full and sliding"),
     ],

@@ -28,6 +28,9 @@ __all__ = [
     "plan_capacity",
 ]
 
+# Types of models some of whose layers keep a state in place of K/V; those without any attention lack its fields.
+_WITH_STATES = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "qwen3_next", "zamba2")
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 # An executor stores K and V in either kind of fp8; which of them changes no size.
 KV_DTYPE_BYTES = DTYPE_BYTES | {"fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -81,8 +84,14 @@ class ModelShape:
             where: What errors call it.
 
         Raises:
-            PlanError: A field is missing or no positive integer.
+            PlanError: A field is missing or no positive integer, or there are layers without K and V.
         """
+        kind = config.get("model_type")
+        if kind in _WITH_STATES:
+            raise PlanError(
+                f"{where}: expected K and V in every layer, got model_type {kind!r}, of which layers keep a state; "
+                "start its executor, which measures"
+            )
 
         def number(name: str, default: int | None = None) -> int:
             value = config.get(name)

@@ -10,12 +10,18 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     Gemma3TextConfig,
+    GraniteMoeHybridConfig,
+    JambaConfig,
     LlamaConfig,
+    Mamba2Config,
+    MambaConfig,
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 from executor_service.backends.base import (
@@ -159,9 +165,11 @@ def sampling_batch(
 
 
 def tiny_config(kind: str, **changes: object) -> PreTrainedConfig:
-    """A configuration small enough to run in milliseconds: "llama", "qwen2", "qwen3", "mistral" or "gemma3".
+    """A configuration small enough to run in milliseconds, of a type that transformers names so.
 
-    The last two have a window of 20 tokens, Mistral in all layers, Gemma 3 in five of seven.
+    "llama", "qwen2" and "qwen3" attend to all tokens; "mistral" has a window of 20 tokens in all layers, "gemma3" in
+    five of seven. "mamba" and "mamba2" keep a state in every layer; "bamba", "granitemoehybrid", "jamba" and
+    "qwen3_next" do in three of four or five, and attend in the others.
     """
     values: dict[str, object] = {
         "vocab_size": VOCAB_SIZE,
@@ -190,12 +198,50 @@ def tiny_config(kind: str, **changes: object) -> PreTrainedConfig:
             "query_pre_attn_scalar": 16,
             "tie_word_embeddings": False,  # else the likeliest token is the one before, whatever attention says
         }
+    full, linear = "full_attention", "linear_attention"
+    if kind == "mamba2":
+        values |= {"num_heads": 8, "state_size": 4, "n_groups": 2, "chunk_size": 8}
+        values |= {"head_dim": 2 * values["hidden_size"] // 8, "tie_word_embeddings": False}  # type: ignore[operator]
+        for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"):
+            del values[name]
+    if kind == "mamba":
+        values |= {"state_size": 4, "tie_word_embeddings": False}
+        for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"):
+            del values[name]
+        del values["head_dim"]
+    if kind == "jamba":
+        values |= {"num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 1, "mamba_d_state": 4}
+        values |= {"num_experts": 4, "num_key_value_heads": 3, "use_mamba_kernels": False}
+    if kind in ("bamba", "granitemoehybrid"):
+        values |= {"mamba_n_heads": 8, "mamba_d_state": 4, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+        values |= {"num_hidden_layers": 5, "mamba_d_head": 24, "num_key_value_heads": 3}
+    if kind == "bamba":
+        values |= {"attn_layer_indices": [1, 4]}
+    if kind == "granitemoehybrid":
+        values |= {
+            "layer_types": [linear, full, linear, linear, full],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        }
+        values |= {"shared_intermediate_size": 64, "attention_multiplier": 0.25}
+    if kind == "qwen3_next":
+        # With weights as large as the others' its two forms of the delta rule differ in the second digit.
+        values |= {"num_hidden_layers": 4, "layer_types": [linear, linear, linear, full], "initializer_range": 0.15}
+        values |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+        values |= {"linear_value_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 4}
+        values |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     kinds: dict[str, type[PreTrainedConfig]] = {
         "llama": LlamaConfig,
         "qwen2": Qwen2Config,
         "qwen3": Qwen3Config,
         "mistral": MistralConfig,
         "gemma3": Gemma3TextConfig,
+        "jamba": JambaConfig,
+        "mamba": MambaConfig,
+        "mamba2": Mamba2Config,
+        "bamba": BambaConfig,
+        "granitemoehybrid": GraniteMoeHybridConfig,
+        "qwen3_next": Qwen3NextConfig,
     }
     return kinds[kind](**(values | changes))
 

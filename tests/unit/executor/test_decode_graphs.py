@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from executor_service.backends.base import BackendError, StepBatch
+from executor_service.backends import torch_backend
+from executor_service.backends.base import STATE, BackendError, StepBatch
 from executor_service.backends.torch_backend import TorchBackendConfig
 from executor_service.backends.triton_backend import TritonBackend
 from executor_service.decode_graphs import MOST_ROWS, DecodeGraphs, graph_sizes
 from executor_service.kv_cache import PagedKvCache
+from executor_service.layer_groups import group_layers
 from tests.unit.executor.step_builder import VOCAB_SIZE, Row, Sample, build_step, prompt_of, save_tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:executor_service")
@@ -147,4 +149,14 @@ def test_graph_sizes_rise_to_the_most_rows_and_pad_little(most: int) -> None:
 
 
 def test_on_a_cpu_nothing_is_recorded(backend: TritonBackend) -> None:
+    assert backend._recorder() is None
+
+
+def test_on_a_gpu_a_model_whose_layers_keep_a_state_is_not_recorded(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "_device", torch.device("cuda:0"))
+    monkeypatch.setattr(torch_backend, "cuda_recorder", lambda device: device)
+    assert backend._recorder() is not None
+    monkeypatch.setattr(backend, "_groups", group_layers([0, STATE]))
     assert backend._recorder() is None

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 from transformers import (
     BambaConfig,
+    FalconH1Config,
+    FalconMambaConfig,
     Gemma3TextConfig,
     JambaConfig,
+    Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
     Mamba2Config,
@@ -16,9 +19,9 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from executor_service.backends.base import BackendError, KvGroupSpec
+from executor_service.backends.base import STATE, BackendError, KvGroupSpec
 from executor_service.layer_groups import group_layers, layer_windows
-from kvmanager_service.core.kv_groups import SlidingWindow
+from kvmanager_service.core.kv_groups import KVGroup, RecurrentState, SlidingWindow
 
 
 def test_layer_windows_are_those_of_the_configuration() -> None:
@@ -28,6 +31,24 @@ def test_layer_windows_are_those_of_the_configuration() -> None:
     assert layer_windows(Qwen2Config(num_hidden_layers=2, sliding_window=64, use_sliding_window=False)) == [0, 0]
     gemma = Gemma3TextConfig(num_hidden_layers=7, sliding_window=512)
     assert layer_windows(gemma) == [512, 512, 512, 512, 512, 0, 512]
+
+
+def test_layer_windows_say_which_layers_keep_a_state() -> None:
+    assert layer_windows(Mamba2Config(num_hidden_layers=2)) == [STATE, STATE]
+    assert layer_windows(BambaConfig(num_hidden_layers=3, attn_layer_indices=[1])) == [STATE, 0, STATE]
+    assert layer_windows(JambaConfig(num_hidden_layers=3, attn_layer_period=2, attn_layer_offset=1)) == [
+        STATE,
+        0,
+        STATE,
+    ]
+    assert layer_windows(Qwen3NextConfig(num_hidden_layers=4)) == [STATE, STATE, STATE, 0]
+
+
+@pytest.mark.parametrize("limit", [(0.0, 0.5), (0.001, float("inf"))])
+def test_layer_windows_states_whose_time_steps_have_a_limit_are_refused(limit: tuple[float, float]) -> None:
+    with pytest.raises(BackendError, match="without a limit on their time steps, got time_step_limit=") as caught:
+        layer_windows(Mamba2Config(num_hidden_layers=1, time_step_limit=limit))
+    assert caught.value.reason == "MODEL_NOT_SUPPORTED"
 
 
 @pytest.mark.parametrize(
@@ -49,17 +70,27 @@ def test_layer_windows_other_attention_is_refused_by_name(types: list[str], wind
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
-        (JambaConfig(), "linear_attention"),
-        (BambaConfig(), "linear_attention"),
-        (Qwen3NextConfig(), "linear_attention"),
-        (Mamba2Config(), "linear_attention"),
+        (FalconMambaConfig(), "linear_attention"),
+        (FalconH1Config(), "hybrid"),
+        (Lfm2Config(num_hidden_layers=2, full_attn_idxs=[1]), "conv"),
         (Llama4TextConfig(), "chunked_attention"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.model_type,
 )
-def test_layer_windows_model_that_keeps_a_state_is_refused_by_name(config: PreTrainedConfig, kind: str) -> None:
+def test_layer_windows_model_with_layers_of_another_kind_is_refused_by_name(
+    config: PreTrainedConfig, kind: str
+) -> None:
     with pytest.raises(BackendError, match=f"got .*{kind}.* in {config.model_type}; this backend knows no other"):
         layer_windows(config)
+
+
+def test_group_layers_that_keep_a_state_are_in_the_last_groups() -> None:
+    groups = group_layers([STATE, 0, STATE, 20, STATE, STATE])
+    assert groups.windows == (0, 20, *[STATE] * 4)
+    assert (groups.group_of, groups.page_of) == ((2, 0, 3, 1, 4, 5), (0,) * 6)
+    bamba = group_layers([STATE if layer not in (9, 18, 27) else 0 for layer in range(32)])  # Bamba 9B
+    assert bamba.windows == (0, *[STATE] * 10)
+    assert [bamba.num_layers(group) for group in range(11)] == [3] * 10 + [2]
 
 
 def test_group_layers_one_kind_is_one_group_in_model_order() -> None:
@@ -92,11 +123,12 @@ def test_group_layers_every_layer_has_a_page_of_its_own_in_a_group_of_its_window
     assert list(groups.windows) == sorted(groups.windows)
 
 
-@pytest.mark.parametrize("window", [1, 2, 16, 17, 100])
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 100, STATE])
 @pytest.mark.parametrize("chunk", [1, 16, 50])
-def test_most_blocks_of_a_window_are_those_that_the_manager_reckons_with(window: int, chunk: int) -> None:
+def test_most_blocks_of_a_group_are_those_that_the_manager_reckons_with(window: int, chunk: int) -> None:
     """The executor promises that the longest sequence fits; the manager decides by the same number."""
-    spec, group = KvGroupSpec(1, 1, 1, 1, window), SlidingWindow(16, window)
+    spec = KvGroupSpec(1, 1, 1, 1, window)
+    group: KVGroup = RecurrentState(16) if window == STATE else SlidingWindow(16, window)
     for num_tokens in (1, 16, 17, 60, 300):
         assert spec.most_blocks(num_tokens, 16, chunk) == group.most_blocks(num_tokens, chunk)
 

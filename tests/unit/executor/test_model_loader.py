@@ -18,7 +18,7 @@ from tokenizers.models import WordLevel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    MambaConfig,
+    FalconMambaConfig,
     PreTrainedConfig,
     T5Config,
 )
@@ -237,13 +237,13 @@ def test_check_architecture_attention_softcap_is_refused() -> None:
     assert "attn_logit_softcapping=50.0" in str(refusal(config))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gemma3"])
-def test_check_architecture_full_attention_and_sliding_windows_pass(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gemma3", "mamba2", "bamba", "jamba"])
+def test_check_architecture_full_attention_sliding_windows_and_states_pass(kind: str) -> None:
     check_architecture(tiny_config(kind))
 
 
-def test_load_model_mamba_is_refused(tmp_path: Path) -> None:
-    config = MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4)
+def test_load_model_with_states_of_a_type_that_was_not_tried_is_refused(tmp_path: Path) -> None:
+    config = FalconMambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4)
     config.save_pretrained(tmp_path)
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(BackendError) as caught:

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from tokenizers import Tokenizer
 
 from executor_service.backends import torch_backend
-from executor_service.backends.base import BackendError, BlockCopies, CopyDirection, NotEnoughMemoryError
+from executor_service.backends.base import STATE, BackendError, BlockCopies, CopyDirection, NotEnoughMemoryError
 from executor_service.backends.torch_backend import TorchBackend, TorchBackendConfig
 from executor_service.block_copies import parse_copies
 from executor_service.devices import resolve_device
@@ -63,6 +63,51 @@ def test_load_model_info_tells_geometry_and_identity(folder: Path) -> None:
     (group,) = info.kv_groups
     assert (group.num_layers, group.num_kv_heads, group.head_dim) == (3, 2, 16)
     assert group.bytes_per_block == 2 * 3 * 2 * 16 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "block_size", "interval", "expected"),
+    [
+        # 192 x 4 numbers of a state and (192 + 2 * 2 * 4) x 4 of a convolution, of four bytes: 6,400 bytes.
+        ("mamba2", 8, 1, 8),
+        ("mamba2", 8, 20, 24),
+        # A token's K/V takes 2 x 3 x 16 numbers: 17 tokens hold a state.
+        ("bamba", 4, 1, 20),
+        ("bamba", 16, 1, 32),
+        ("bamba", 16, 40, 48),
+    ],
+)
+def test_load_blocks_of_a_model_with_states_are_long_enough_for_interval_and_state(
+    tmp_path: Path, kind: str, block_size: int, interval: int, expected: int
+) -> None:
+    model = save_tiny_model(tmp_path, kind)
+    info = backend(model, block_size=block_size, state_interval=interval, max_model_len=128).load()
+    assert info.block_size == expected
+    assert {group.bytes_per_block % group.num_layers for group in info.kv_groups} == {0}
+    (page_bytes,) = {group.bytes_per_block // group.num_layers for group in info.kv_groups}
+    assert page_bytes >= 6400
+    assert [(group.window, group.num_kv_heads) for group in info.kv_groups if group.window == STATE] == [(STATE, 0)] * (
+        1 if kind == "mamba2" else 2
+    )
+
+
+def test_load_fp8_cache_for_a_model_with_states_is_refused(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path, "mamba2")
+    with pytest.raises(BackendError, match="expected a model without layers that keep a state") as caught:
+        backend(model, kv_cache_dtype="fp8", max_model_len=64).load()
+    assert caught.value.reason == "KV_CACHE_DTYPE_NOT_SUPPORTED"
+
+
+def test_profile_memory_of_a_model_with_states_says_what_its_longest_sequence_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 tokens in blocks of 9; of each of two groups of states the one before a step of 20 tokens and 3 of it."""
+    made = backend(save_tiny_model(tmp_path, "bamba", num_key_value_heads=6), block_size=1, state_interval=1)
+    assert made.load().block_size == 9
+    monkeypatch.setattr(torch_backend, "total_memory", lambda device, limit: 1)
+    with pytest.raises(NotEnoughMemoryError) as caught:
+        made.profile_memory(20, 4)
+    assert caught.value.metadata["needed_blocks"] == str(1 + 29 + 2 * 4)
 
 
 def test_profile_memory_every_term_is_measured_and_logged_once(folder: Path) -> None:
@@ -353,6 +398,7 @@ def test_execute_out_of_order_calls_are_refused(folder: Path) -> None:
     "change",
     [
         {"block_size": 0},
+        {"state_interval": 0},
         {"gpu_memory_utilization": 0.0},
         {"gpu_memory_utilization": 1.1},
         {"memory_limit": 0},

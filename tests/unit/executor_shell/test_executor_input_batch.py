@@ -3,6 +3,7 @@ import pytest
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
 from executor_service import sampling_input
+from executor_service.backends.base import STATE
 from executor_service.errors import InvalidFieldError
 from executor_service.input_batch import StepLimits, fill_batch, parse_step
 from executor_service.sampling_input import SamplingParser
@@ -142,6 +143,49 @@ def test_parse_step_null_block_of_full_attention_is_refused():
     request = make_step(1, 1, [Row([1], [0, 2], start=4, more_tables=[[0, 3]])])
     with pytest.raises(InvalidFieldError, match=r"block_tables\[0\].block_ids\[0\]: expected a value in \[1, "):
         parse_step(request, make_limits(windows=(0, 2)))
+
+
+@pytest.mark.parametrize(("start", "num_null"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
+def test_parse_step_null_block_is_taken_before_the_state_that_a_row_starts_from_and_nowhere_else(start, num_null):
+    """The state after position start - 1 lies in entry (start - 1) // 4."""
+    table = [1, 2, 3][: (start + 1) // 4 + 1]
+    for null in range(len(table)):
+        left = [0 if entry <= null else block for entry, block in enumerate(table)]
+        request = make_step(1, 1, [Row([5], [7]), Row([1, 2], left, start=start)])
+        if null < num_null:
+            step = parse_step(request, make_limits(windows=(STATE,)))
+            assert step.tables[0].block_ids.tolist() == [7, *left]
+        else:
+            with pytest.raises(InvalidFieldError, match=r"block_tables\[0\].block_ids\[\d\].* row 1 .* with a state"):
+                parse_step(request, make_limits(windows=(STATE,)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "block", "pair"),
+    [
+        # One leaves its state at offset 1, the other at offset 3 of the same block.
+        ([Row([1, 2], [4]), Row([3], [4], start=3)], 4, (0, 1)),
+        # One fills a block that the other starts from.
+        ([Row([1], [4, 5], start=4), Row([1, 2, 3, 4], [4])], 4, (1, 0)),
+        ([Row([1, 2, 3, 4], [4]), Row([1], [4, 5], start=4)], 4, (0, 1)),
+    ],
+)
+def test_parse_step_state_that_another_row_of_the_step_uses_is_refused(rows, block, pair):
+    message = rf"block_tables\[0\].block_ids: .* got block {block} in rows {pair[0]} and {pair[1]}"
+    with pytest.raises(InvalidFieldError, match=message):
+        parse_step(make_step(1, 1, rows), make_limits(windows=(STATE,)))
+
+
+def test_parse_step_checkpoint_that_several_rows_start_from_is_taken():
+    rows = [Row([1], [4, 5], start=4), Row([2, 3], [4, 6], start=4), Row([7], [8, 9], start=5)]
+    step = parse_step(make_step(1, 1, rows), make_limits(windows=(STATE,)))
+    assert step.written_blocks.tolist() == [5, 6, 6, 9]
+
+
+def test_parse_step_without_rows_is_taken_from_a_model_with_states():
+    step = parse_step(make_step(1, 1, [], copies=[(1, 2, 3)]), make_limits(windows=(STATE,)))
+    assert step.written_blocks.tolist() == []
+    assert step.copies.written_blocks.tolist() == [3]
 
 
 def _set(path, values):

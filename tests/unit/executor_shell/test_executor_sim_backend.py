@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor_service.backends.base import BackendError, NotEnoughMemoryError
+from executor_service.backends.base import STATE, BackendError, NotEnoughMemoryError
 from executor_service.backends.sim_backend import SimBackend, SimBackendConfig
 from executor_service.backends.sim_digest import expected_tokens
 from executor_service.input_batch import StepLimits, fill_batch, parse_step
@@ -58,7 +58,7 @@ def test_execute_any_block_size_gives_the_oracles_tokens(block_size):
     assert generate(Sim(block_size=block_size), PROMPT, table, 9) == oracle(PROMPT, 9)
 
 
-@pytest.mark.parametrize("windows", [(0, 5), (6,), (0, 0), (0, 2, 9, 2)])
+@pytest.mark.parametrize("windows", [(0, 5), (6,), (0, 0), (0, 2, 9, 2), (STATE,), (0, STATE, 3, STATE)])
 def test_execute_several_groups_give_the_oracles_tokens(windows):
     """Decoding, with null blocks from where a window has passed on."""
     sim, length = Sim(windows=windows), len(PROMPT)
@@ -67,7 +67,8 @@ def test_execute_several_groups_give_the_oracles_tokens(windows):
     while len(tokens) < 20:
         start = length + len(tokens) - 1
         for table, window in zip(tables, windows, strict=True):
-            passed = max(0, start - window + 1) // 4 if window else 0
+            reads = 2 if window == STATE else window
+            passed = max(0, start - reads + 1) // 4 if window else 0
             table[:passed] = [0] * passed
         tokens += sim.tokens(Row([tokens[-1]], first, start=start, more_tables=more))
     assert tokens == oracle(PROMPT, 20, windows=windows)
@@ -120,6 +121,29 @@ def test_execute_row_whose_one_fork_has_no_token_left_fails():
     result = Sim(vocab_size=4).run(Row([1], [1], forks=[none_left]), Row([2], [2]))
     assert {(failure.row, failure.reason) for failure in result.failures} == {(0, "ALL_TOKENS_SUPPRESSED")}
     assert result.sampled_token_ids.tolist()[2:] == expected_tokens([2], 1, vocab_size=4)
+
+
+def test_execute_state_that_is_of_another_position_gives_another_token():
+    """Not the state of the block before, nor the same block's once it has gone on."""
+    tokens, table = list(range(50, 61)), [1, 2, 3]
+    right = oracle(tokens, 1, windows=(STATE,))
+    sim = Sim(windows=(STATE,))
+    sim.run(Row(tokens[:8], table, samples=False))
+    assert sim.tokens(Row(tokens[8:], table, start=8)) == right
+    # The same row once more starts from where it started: a checkpoint. One that goes on in its block does not.
+    assert sim.tokens(Row(tokens[8:], table, start=8)) == right
+    assert sim.tokens(Row(tokens[9:], table, start=9)) != right
+    assert sim.tokens(Row(tokens[8:], [1, 1, 3], start=8)) != right
+
+
+def test_execute_state_rows_start_from_a_checkpoint_and_leave_others():
+    tokens = list(range(70, 90))
+    sim = Sim(windows=(STATE,))
+    sim.run(Row(tokens, [1, 2, 3, 4, 5], samples=False))
+    for checkpoint in (1, 2, 3, 4):
+        own = [*range(1, checkpoint + 1), 9]
+        branch = [*tokens[: 4 * checkpoint], 7, 7]
+        assert sim.tokens(Row([7, 7], own, start=4 * checkpoint)) == oracle(branch, 1, windows=(STATE,))
 
 
 @pytest.mark.parametrize("window", [1, -3])

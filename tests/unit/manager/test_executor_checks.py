@@ -21,7 +21,13 @@ from kvmanager_service.executor_client import ReadyExecutor
 SERVED = ModelView("tiny", "f1", 128, 600, (0,), 0, "float32")
 
 
+STATE = -1
+"""In place of a window."""
+
+
 def kv_group(window: int) -> pb.KvGroup:
+    if window == STATE:
+        return pb.KvGroup(type=pb.KV_GROUP_TYPE_RECURRENT_STATE)
     full, sliding = pb.KV_GROUP_TYPE_FULL_ATTENTION, pb.KV_GROUP_TYPE_SLIDING_WINDOW
     return pb.KvGroup(type=sliding if window else full, window=window)
 
@@ -65,7 +71,7 @@ def test_executor_of_other_weights_is_a_mismatch() -> None:
     [
         ({"windows": ()}, "kv_groups: expected 1 to 64 groups, got 0"),
         ({"windows": (0,) * 65}, "kv_groups: expected 1 to 64 groups, got 65"),
-        ({"windows": (0, -1)}, "got group 1 of type 2 with window -1"),
+        ({"windows": (0, -3)}, "got group 1 of type 2 with window -3"),
         ({"windows": (0, 8, 8), "num_blocks": 3}, "kv_cache: expected num_blocks above the number of groups, 3"),
         ({"block_size": 0}, "kv_cache: expected block_size"),
         ({"num_blocks": 1}, "kv_cache: expected block_size"),
@@ -84,17 +90,18 @@ def test_executor_of_a_cache_without_books_is_of_unsupported_geometry(changes: d
         pb.KvGroup(type=pb.KV_GROUP_TYPE_UNSPECIFIED),
         pb.KvGroup(type=pb.KV_GROUP_TYPE_FULL_ATTENTION, window=8),
         pb.KvGroup(type=pb.KV_GROUP_TYPE_SLIDING_WINDOW),
+        pb.KvGroup(type=pb.KV_GROUP_TYPE_RECURRENT_STATE, window=2),
         pb.KvGroup(type=77),  # type: ignore[arg-type]
     ],
 )
 def test_executor_with_a_group_of_unknown_type_is_of_unsupported_geometry(group: pb.KvGroup) -> None:
     executor = ready()
     executor.info.kv_groups.append(group)
-    with pytest.raises(ExecutorUnfitError, match="expected full attention without a window, or a sliding window"):
+    with pytest.raises(ExecutorUnfitError, match="expected full attention or a state without a window, or a sliding"):
         require_geometry(executor)
 
 
-@pytest.mark.parametrize("windows", [(0, 8), (8,), (0, 0)])
+@pytest.mark.parametrize("windows", [(0, 8), (8,), (0, 0), (0, STATE), (STATE,)])
 def test_executor_with_several_groups_or_a_window_will_do(windows: tuple[int, ...]) -> None:
     require_geometry(ready(windows=windows, num_host_blocks=8))
 

@@ -32,6 +32,10 @@ class _KvGroupTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """KV_GROUP_TYPE_FULL_ATTENTION keeps every token."""
     KV_GROUP_TYPE_SLIDING_WINDOW: _KvGroupType.ValueType  # 2
     """KV_GROUP_TYPE_SLIDING_WINDOW keeps the last KvGroup.window tokens."""
+    KV_GROUP_TYPE_RECURRENT_STATE: _KvGroupType.ValueType  # 3
+    """KV_GROUP_TYPE_RECURRENT_STATE keeps a state of one size, which stands for all tokens up to some position (Mamba,
+    linear attention). See BlockTables.block_ids for which states a row reads and writes.
+    """
 
 class KvGroupType(_KvGroupType, metaclass=_KvGroupTypeEnumTypeWrapper):
     """KvGroupType is how the layers of a group use their blocks."""
@@ -42,6 +46,10 @@ KV_GROUP_TYPE_FULL_ATTENTION: KvGroupType.ValueType  # 1
 """KV_GROUP_TYPE_FULL_ATTENTION keeps every token."""
 KV_GROUP_TYPE_SLIDING_WINDOW: KvGroupType.ValueType  # 2
 """KV_GROUP_TYPE_SLIDING_WINDOW keeps the last KvGroup.window tokens."""
+KV_GROUP_TYPE_RECURRENT_STATE: KvGroupType.ValueType  # 3
+"""KV_GROUP_TYPE_RECURRENT_STATE keeps a state of one size, which stands for all tokens up to some position (Mamba,
+linear attention). See BlockTables.block_ids for which states a row reads and writes.
+"""
 Global___KvGroupType: typing_extensions.TypeAlias = KvGroupType
 
 class _CopyDirection:
@@ -209,9 +217,9 @@ class KvGroup(google.protobuf.message.Message):
     num_layers: builtins.int
     """num_layers is the number of layers."""
     num_kv_heads: builtins.int
-    """num_kv_heads is K/V heads per layer."""
+    """num_kv_heads is K/V heads per layer, 0 with KV_GROUP_TYPE_RECURRENT_STATE."""
     head_dim: builtins.int
-    """head_dim is elements per head."""
+    """head_dim is elements per head, 0 with KV_GROUP_TYPE_RECURRENT_STATE."""
     bytes_per_block: builtins.int
     """bytes_per_block is bytes one block takes over all layers of the group."""
     window: builtins.int
@@ -415,7 +423,7 @@ class ExecuteRequest(google.protobuf.message.Message):
     """ExecuteRequest is one step: R rows, each the next tokens of one sequence.
 
     Every layer writes the K/V of all rows before any row attends, so a row may read blocks that another row of the same
-    step fills. The slot of position p in row r is block_ids[block_indptr[r] + p / block_size] * block_size +
+    step fills. States are another matter, see BlockTables.block_ids. The slot of position p in row r is block_ids[block_indptr[r] + p / block_size] * block_size +
     p % block_size.
     """
 
@@ -565,6 +573,14 @@ class BlockTables(google.protobuf.message.Message):
         """block_ids are the blocks of row r at block_indptr[r] to block_indptr[r + 1], each in [1, num_blocks). Exactly those
         that hold the row's sequence up to and with this step's tokens. Entry i holds positions i * block_size to
         (i + 1) * block_size; where all of them lie before the window of the row's first token, it may be the null block, 0.
+
+        With KV_GROUP_TYPE_RECURRENT_STATE entry i holds the state after position (i + 1) * block_size - 1, or, where the
+        sequence ends before that, after its last position. A row of positions [c, n) starts from entry
+        (c - 1) / block_size, or, if c is 0, from the state of no tokens, whatever its blocks hold. It leaves a state in
+        every entry from c / block_size on: those that are full then are checkpoints, from which other rows may start. If c
+        is no multiple of block_size, it thus overwrites the state that it started from. Entries before those may be the
+        null block. INVALID_ARGUMENT for a block in which a row leaves a state and another row of the step starts from or
+        leaves one.
         """
 
     @property
@@ -826,7 +842,8 @@ class ExecuteResponse(google.protobuf.message.Message):
     @property
     def computed_upto(self) -> kvplane.common.v1.common_pb2.Int32Array:
         """computed_upto has R values: how many tokens of the row's sequence have K/V in the cache now. A row in row_errors may
-        have fewer than the step asked for: its K/V from there on is not to be trusted.
+        have fewer than the step asked for: its K/V from there on is not to be trusted, nor are any of the states that it
+        was to leave but those of blocks that are full before there.
         """
 
     @property
