@@ -318,6 +318,7 @@ class TorchBackend(Backend):
 
     def execute(self, batch: StepBatch) -> StepResult:
         """Run one step; see the base class."""
+        self._ready()
         memory = self._ready_memory()
         try:
             return self._run(batch, memory.cache)
