@@ -259,10 +259,10 @@ class PoolMachine(RuleBasedStateMachine):
         siblings = [one for one in self.model.contents.values() if one.parent is parent and one.tokens == tokens]
         if siblings:
             block_hash = siblings[0].block_hash
-        expected = {one.holders[0] for one in siblings} or {None}
+        expected: set[int | None] = {one.holders[0] for one in siblings}
         for _ in range(2):
             found = self.pool.follow(self.pool.blocks[parent_id].content, block_hash, tokens, b"")
-            assert (None if found is None or found.block is None else found.block.block_id) in expected
+            assert (None if found is None or found.block is None else found.block.block_id) in (expected or {None})
 
     @rule()
     def commit_step(self) -> None:
