@@ -120,8 +120,8 @@ class LoadedAdapters:
             )
         self._require_room(name)
         loaded = LoadedAdapter(name, content.revision, source, self._next_id, content.rank, content.size_bytes)
+        self._next_id += 1  # whatever becomes of it: no id is used twice
         self._backend.load_adapter(loaded.adapter_id, content)
-        self._next_id += 1
         self._by_name[name] = loaded
         self._ids |= {loaded.adapter_id}
         _log.info(
@@ -138,7 +138,9 @@ class LoadedAdapters:
         """Give an adapter's memory back. Raises UnknownAdapterError."""
         known = self._by_name.get(name)
         if known is None:
-            raise UnknownAdapterError("UNKNOWN_ADAPTER", f"name: expected a loaded adapter's, got {name!r}", name=name)
+            raise UnknownAdapterError(
+                "UNKNOWN_ADAPTER", f"name: expected a loaded adapter's, got {name!r}; ListAdapters has them", name=name
+            )
         self._ids -= {known.adapter_id}
         del self._by_name[name]
         self._backend.unload_adapter(known.adapter_id)

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import structlog
 
-__all__ = ["ComputeThread"]
+__all__ = ["ComputeThread", "in_daemon_thread"]
 
 _T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
@@ -43,28 +43,12 @@ class ComputeThread:
         A caller that is cancelled does not stop a function that runs; a queued one is skipped.
         """
         future: asyncio.Future[_T] = self._loop.create_future()
-
-        def job() -> None:
-            if future.cancelled():
-                return
-            try:
-                result = function(*args)
-            except Exception as error:  # noqa: BLE001 - handed to the caller, who maps it
-                self.post(_settle, future, None, error)
-            else:
-                self.post(_settle, future, result, None)
-
-        self.submit(job)
+        self.submit(lambda: _settle_with(future, function, *args))
         return await future
 
     def post(self, callback: Callable[..., object], *args: object) -> None:
         """Run a callback in the event loop, from the compute thread."""
-        try:
-            self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:
-            if not self._loop.is_closed():
-                raise
-            _log.warning("result_dropped", why="the event loop is closed")
+        _post(self._loop, callback, *args)
 
     async def stop(self, timeout_s: float) -> bool:
         """Let the queued jobs finish and end the thread.
@@ -83,6 +67,36 @@ class ComputeThread:
             except Exception:  # noqa: BLE001 - logged
                 # A job reports its own errors: this is a mistake of ours, and must not end the thread.
                 _log.exception("compute_job_failed")
+
+
+async def in_daemon_thread(function: Callable[..., _T], *args: object) -> _T:
+    """Run a function in a thread of its own, which does not hold the process when it ends, and return its result."""
+    future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+    threading.Thread(target=_settle_with, args=(future, function, *args), daemon=True).start()
+    return await future
+
+
+def _settle_with(future: asyncio.Future[_T], function: Callable[..., _T], *args: object) -> None:
+    """Call a function, from any thread, for a future of a loop."""
+    if future.cancelled():
+        return
+    loop = future.get_loop()
+    try:
+        result = function(*args)
+    except Exception as error:  # noqa: BLE001 - handed to the caller, who maps it
+        _post(loop, _settle, future, None, error)
+    else:
+        _post(loop, _settle, future, result, None)
+
+
+def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
+    """Run a callback in an event loop, from another thread."""
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+        _log.warning("result_dropped", why="the event loop is closed")
 
 
 def _settle(future: asyncio.Future[_T], result: _T, error: Exception | None) -> None:

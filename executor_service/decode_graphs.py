@@ -168,8 +168,8 @@ class DecodeGraphs:
         except RuntimeError as error:  # what torch raises of an operation that cannot be captured
             raise BackendError(
                 "GRAPHS_NOT_SUPPORTED",
-                f"expected a model whose decode step can be recorded as a CUDA graph, got, for {size} rows: {error}. "
-                "Start with --enforce-eager.",
+                f"expected a model whose decode step can be recorded as a CUDA graph, got, for {size} rows: {error}; "
+                "--enforce-eager does without",
                 rows=size,
             ) from error
 
@@ -186,7 +186,8 @@ def cuda_recorder(device: torch.device) -> Recorder:
             step()
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        # Of this thread alone: another one may be reading an adapter onto the device.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             step()
         return graph.replay  # type: ignore[no-any-return]
 

@@ -277,9 +277,11 @@ def _same(stand_in: FusedLayer, call: AttentionCall, seen: _Seen) -> bool:
     if "position_embeddings" not in seen.arguments:
         return False
     probe = ProbeStep()
+    if seen.states.dtype not in _ALLOWED_ERROR or seen.arguments["position_embeddings"] is None:
+        return False
     try:
         got = stand_in(seen.states.clone(), paged_step=probe, **seen.arguments)
-    except (RuntimeError, AssertionError):  # other shapes than those of a Llama's
+    except (RuntimeError, AssertionError, TypeError, ValueError):  # other shapes than those of a Llama's
         return False
     asked = probe.calls[stand_in.self_attn.layer_idx]
     pairs = [(asked.query, call.query), (asked.key, call.key), (asked.value, call.value)]

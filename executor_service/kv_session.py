@@ -126,9 +126,10 @@ class KvSession:
             # A manager of other limits: steps of its size are not what this cache was made for, and a measurement
             # takes the cache's memory.
             self.cache = None
-        if key not in self._profiles:
+        if key != self._last_profiled:  # a backend makes the cache for what it measured last
             with self._startup.part("memory_profile"):
-                self._profiles[key] = self._backend.profile_memory(*key)
+                profile = self._backend.profile_memory(*key)
+            self._profiles.setdefault(key, profile)
         self._last_profiled = key
         return self._profiles[key]
 

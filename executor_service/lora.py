@@ -191,20 +191,34 @@ class LoraAdapters:
     def largest(self) -> Iterator[list[int]]:
         """While this is open, as many adapters are loaded as there may be, each as large as it may be.
 
-        For the memory profile: their matrices are filled, since memory that was never written to takes none.
+        For the memory profile: their matrices are filled, since memory that was never written to takes none. What is
+        loaded stands aside meanwhile, and takes its memory beside them.
         """
+        aside = self._loaded()
+        for adapter_id in aside:
+            self.remove(adapter_id)
         ids = list(range(1, self._max_adapters + 1))
-        for adapter_id in ids:
-            matrices = {
-                name: LoraMatrices(self._filled(self._max_rank, inputs), self._filled(outputs, self._max_rank), 1.0)
-                for name, (inputs, outputs) in ((name, _features(layer)) for name, layer in self._targets.items())
-            }
-            self.add(adapter_id, AdapterContent("", self._max_rank, self.bytes_per_adapter, matrices))
         try:
+            for adapter_id in ids:
+                matrices = {
+                    name: LoraMatrices(self._filled(self._max_rank, inputs), self._filled(outputs, self._max_rank), 1.0)
+                    for name, (inputs, outputs) in ((name, _features(layer)) for name, layer in self._targets.items())
+                }
+                self.add(adapter_id, AdapterContent("", self._max_rank, self.bytes_per_adapter, matrices))
             yield ids
         finally:
             for adapter_id in ids:
                 self.remove(adapter_id)
+            for adapter_id, matrices in aside.items():
+                self.add(adapter_id, AdapterContent("", self._max_rank, self.bytes_per_adapter, matrices))
+
+    def _loaded(self) -> dict[int, dict[str, LoraMatrices]]:
+        """The matrices of each loaded adapter, by layer."""
+        found: dict[int, dict[str, LoraMatrices]] = {}
+        for name, (hook, _) in self._hooks.items():
+            for adapter_id, matrices in hook.matrices.items():
+                found.setdefault(adapter_id, {})[name] = matrices
+        return found
 
     def _require_fit(self, files: AdapterFiles) -> None:
         """Refuse an adapter of other layers, other shapes or a larger rank."""

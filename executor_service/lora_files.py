@@ -224,6 +224,9 @@ def _scale(module: str, rank: int, config: Mapping[str, Any]) -> float:
 
 def _of_module(patterns: Mapping[str, Any] | None, module: str, otherwise: Any) -> Any:
     """The value of the first pattern that ends a module's name at a dot, as peft matches it."""
+    if patterns is not None and not isinstance(patterns, dict):
+        message = f"{CONFIG_FILE}: expected an object of patterns, got {patterns!r}; have peft save the adapter anew"
+        raise AdapterError("ADAPTER_NOT_READABLE", message)
     for pattern, value in (patterns or {}).items():
         try:
             if re.match(rf"(.*\.)?({pattern})$", module):

@@ -199,12 +199,14 @@ def probe(model: PreTrainedModel, vocab_size: int, states: StateLayers | None = 
 
 
 @torch.inference_mode()
-def run_probe(model: PreTrainedModel, vocab_size: int, step: ProbeStep, num_tokens: int = 2) -> torch.Tensor:
+def run_probe(
+    model: PreTrainedModel, vocab_size: int, step: ProbeStep, positions: Sequence[int] = (0, 1)
+) -> torch.Tensor:
     """One forward pass in which attention only notes what it is asked. Returns the second token's logits."""
-    positions = torch.arange(num_tokens, device=model.device).unsqueeze(0)
-    tokens = positions.remainder(vocab_size)
+    tokens = torch.arange(len(positions), device=model.device).unsqueeze(0).remainder(vocab_size)
+    places = torch.tensor([list(positions)], device=model.device)
     last = torch.ones(1, dtype=torch.int64, device=model.device)
-    output = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=last, paged_step=step)
+    output = model(input_ids=tokens, position_ids=places, use_cache=False, logits_to_keep=last, paged_step=step)
     return output.logits  # type: ignore[no-any-return]
 
 
@@ -288,7 +290,7 @@ class ModelRunner:
     def follow(self, batch: StepBatch, cache: PagedKvCache) -> list[RowFailure]:
         """One step without sampling, for a rank that another one samples for. Returns rows with K/V not finite here."""
         self.forward(batch, cache)
-        return _bad_kv(batch, cache, self._groups)
+        return _bad_kv(batch, cache, self._groups, self._states)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: PagedKvCache) -> torch.Tensor:

@@ -104,7 +104,9 @@ class PackedLinear(nn.Module):
 
 def can_pack(linear: nn.Module) -> bool:
     """Whether a module is a linear layer that can be packed."""
-    return type(linear) is nn.Linear and linear.weight.dtype in _PACKABLE and linear.weight.device.type == "cpu"
+    if type(linear) is not nn.Linear or linear.weight.dtype not in _PACKABLE or linear.weight.device.type != "cpu":
+        return False
+    return linear.bias is None or linear.bias.dtype == linear.weight.dtype
 
 
 def pack_linear_layers(model: nn.Module, check: Callable[[], object], native: NativeOps | None = None) -> int:

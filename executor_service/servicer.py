@@ -19,7 +19,7 @@ from kvplane.executor.v1 import executor_service_pb2_grpc as pb_grpc
 from executor_service.adapters import LoadedAdapter
 from executor_service.backends.base import STATE, KvGroupSpec, MemoryProfile, ModelInfo, NotEnoughMemoryError
 from executor_service.block_tags import portions
-from executor_service.compute_thread import ComputeThread
+from executor_service.compute_thread import ComputeThread, in_daemon_thread
 from executor_service.errors import ExecutorError, abort_with, as_executor_error
 from executor_service.kv_session import KvSession, KvState
 from executor_service.step_runner import StepRunner
@@ -64,6 +64,7 @@ class ExecutorServicer(pb_grpc.ExecutorServiceServicer):
         self._backend_name = backend_name
         self._on_memory_refused = on_memory_refused
         self._loading = asyncio.Lock()
+        self._loads: set[asyncio.Future[LoadedAdapter]] = set()
 
     async def GetModelInfo(  # noqa: N802, D102 - named and described by the proto
         self, request: pb.GetModelInfoRequest, context: _Context
@@ -133,17 +134,25 @@ class ExecutorServicer(pb_grpc.ExecutorServiceServicer):
     async def LoadAdapter(  # noqa: N802, D102
         self, request: pb.LoadAdapterRequest, context: _Context
     ) -> pb.LoadAdapterResponse:
-        adapters = self._session.adapters
-        async with self._loading:  # memory for what is read is kept free once
-            try:
-                _ = self._session.model_info
-                adapters.check_request(request.name, request.source, request.revision)
-                # Not in the compute thread: a hub may take minutes, and steps go on.
-                content = await asyncio.to_thread(adapters.read, request.source)
-            except Exception as error:  # noqa: BLE001 - as in _call
-                await abort_with(context, as_executor_error(error))
-            loaded = await self._call(context, adapters.load, request.name, request.source, request.revision, content)
+        # It goes on when the caller has left: memory for what is read is kept free once, and reading cannot be stopped.
+        load = asyncio.ensure_future(self._load_adapter(request))
+        self._loads.add(load)
+        load.add_done_callback(self._loads.discard)
+        load.add_done_callback(lambda done: done.cancelled() or done.exception())  # else it is logged as never seen
+        try:
+            loaded = await asyncio.shield(load)
+        except Exception as error:  # noqa: BLE001 - as in _call
+            await abort_with(context, as_executor_error(error))
         return pb.LoadAdapterResponse(adapter=_lora_adapter(loaded))
+
+    async def _load_adapter(self, request: pb.LoadAdapterRequest) -> LoadedAdapter:
+        adapters = self._session.adapters
+        async with self._loading:
+            _ = self._session.model_info
+            adapters.check_request(request.name, request.source, request.revision)
+            # Not in the compute thread: a hub may take minutes, and steps go on.
+            content = await in_daemon_thread(adapters.read, request.source)
+            return await self._thread.call(adapters.load, request.name, request.source, request.revision, content)
 
     async def UnloadAdapter(  # noqa: N802, D102
         self, request: pb.UnloadAdapterRequest, context: _Context

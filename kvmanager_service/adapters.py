@@ -180,7 +180,8 @@ class Adapters:
             try:
                 adapter = await lender.connection.load_adapter(name, source)
             except ExecutorRefusedError as refused:
-                raise _ERRORS[refused.code](refused.reason, str(refused), **refused.metadata) from refused
+                error = _ERRORS.get(refused.code, InvalidRequestError)
+                raise error(refused.reason, str(refused), **refused.metadata) from refused
             except ExecutorLostError as lost:
                 raise _executor_lost(lost) from lost
             if self._lender is not lender:
@@ -239,7 +240,11 @@ async def settle_adapters(
     revisions = {adapter.name: adapter.revision for adapter in wanted}
     for adapter in held.values():
         if revisions.get(adapter.name) != adapter.revision:
-            await connection.unload_adapter(adapter.name)
+            try:
+                await connection.unload_adapter(adapter.name)
+            except ExecutorRefusedError as refused:
+                if refused.code is not grpc.StatusCode.NOT_FOUND:  # somebody else was faster
+                    raise ExecutorLostError(f"it does not unload adapter {adapter.name!r}: {refused}") from refused
     settled = []
     for adapter in wanted:
         known = held.get(adapter.name)

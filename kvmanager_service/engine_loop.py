@@ -185,7 +185,9 @@ class EngineLoop:
         return self._steps.scheduler
 
     def _unavailable(self) -> UnavailableError:
-        return UnavailableError(self._state.name, f"expected a manager that serves, got {WHY_UNAVAILABLE[self._state]}")
+        # A manager that serves may be between two executors for a moment.
+        state = ManagerState.NO_EXECUTOR if self._state is ManagerState.SERVING else self._state
+        return UnavailableError(state.name, f"expected a manager that serves, got {WHY_UNAVAILABLE[state]}")
 
     # --- life -----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from kvmanager_service.core.block_tag import decode_tag
 from kvmanager_service.errors import STATUS_DETAILS_KEY
 
 _Answer = TypeVar("_Answer")
+_T = TypeVar("_T")
 
 MAX_MESSAGE_BYTES = 256 << 20
 EPOCH_KEY = "kvplane-kv-epoch"
@@ -222,22 +223,13 @@ class ExecutorConnection:
             ExecutorRefusedError: it cannot, or must not.
             ExecutorLostError: the call failed, or its answer cannot be used.
         """
-        try:
-            answer = _readable(
-                await self._stub.LoadAdapter(
-                    pb.LoadAdapterRequest(name=name, source=source, revision=revision), timeout=ADAPTER_TIMEOUT_S
-                )
-            )
-        except grpc.aio.AioRpcError as error:
-            raise _refused_or_lost(error) from error
+        request = pb.LoadAdapterRequest(name=name, source=source, revision=revision)
+        answer = _readable(await _asked(self._stub.LoadAdapter(request, timeout=ADAPTER_TIMEOUT_S)))
         return _adapter(answer.adapter)
 
     async def unload_adapter(self, name: str) -> None:
         """Have it let go of an adapter. Raises as `load_adapter`."""
-        try:
-            await self._stub.UnloadAdapter(pb.UnloadAdapterRequest(name=name), timeout=UNARY_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise _refused_or_lost(error) from error
+        await _asked(self._stub.UnloadAdapter(pb.UnloadAdapterRequest(name=name), timeout=UNARY_TIMEOUT_S))
 
     async def list_adapters(self) -> list[LoadedAdapter]:
         """Which adapters it has. Raises ExecutorLostError when it does not say."""
@@ -353,6 +345,20 @@ _REFUSALS = frozenset(
         grpc.StatusCode.FAILED_PRECONDITION,
     }
 )
+
+
+async def _asked(call: Awaitable[_T]) -> _T:
+    """The answer to a call about adapters. Raises ExecutorRefusedError or ExecutorLostError."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise _refused_or_lost(error) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # The channel was closed under the call: grpc.aio says so by cancelling it.
+        raise ExecutorLostError("the connection was closed: the executor is not in use any more") from None
 
 
 def _refused_or_lost(error: grpc.aio.AioRpcError) -> ExecutorRefusedError | ExecutorLostError:

@@ -200,7 +200,9 @@ class ExecutorLife:
         executor, error = order.executor, ""
         self._registry.set_state(executor.executor_id, ExecutorState.CONNECTING)
         try:
-            order.prepared = await self._bring_up(executor, lambda: None)
+            prepared = await self._bring_up(executor, lambda: None)
+            await self._require_adapters(prepared)
+            order.prepared = prepared
         except ExecutorLostError as lost:
             error = str(lost)
             raise
@@ -212,6 +214,21 @@ class ExecutorLife:
         finally:
             if order.prepared is None:
                 self._registry.set_state(executor.executor_id, ExecutorState.STANDBY, error)
+
+    async def _require_adapters(self, prepared: PreparedExecutor) -> None:
+        """Have an executor load what requests may name before it relieves another. Raises ExecutorLostError."""
+        try:
+            held = {adapter.name for adapter in await self._settled_adapters(prepared)}
+        except BaseException:
+            await prepared.connection.close()
+            raise
+        lacking = [adapter.name for adapter in self._steps.adapters.all() if adapter.name not in held]
+        if lacking:
+            await prepared.connection.close()
+            raise ExecutorLostError(
+                f"expected it to hold the adapters in use, but it cannot load {lacking[0]!r}; the manager's log says"
+                " why (adapter_lost)"
+            )
 
     async def _close_ordered(self) -> None:
         """Close an executor that was brought up by order and is not used."""

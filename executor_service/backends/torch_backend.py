@@ -188,7 +188,7 @@ class TorchBackend(Backend):
         if self._fp8 is not None:
             require_fp8(self._fp8, self._device)
         if self._device.type == "cpu" and config.native_kernels:
-            self._native = load_native_ops(config.cache_dir or default_cache_dir())
+            self._native = load_native_ops(lambda: config.cache_dir or default_cache_dir())
         with PeakMeter(self._device) as meter:
             loaded = load_model(
                 config.model,
@@ -389,8 +389,12 @@ class TorchBackend(Backend):
             return 0
         native = self._native_for(loaded)
 
+        # From end to end: what a layer computes may depend on how far into a sequence it is.
+        far = loaded.max_model_len
+        positions = sorted({0, 1, min(2, far - 1), far // 2, far - 1})
+
         def run(step: ProbeStep) -> object:
-            return run_probe(loaded.model, loaded.vocab_size, step, num_tokens=5)
+            return run_probe(loaded.model, loaded.vocab_size, step, positions)
 
         return fuse_layers(loaded.model, run, native or TorchOps(), native)
 
@@ -513,16 +517,21 @@ class TorchBackend(Backend):
         return cuda_recorder(self._device)
 
     def _record_graphs(self, cache: PagedKvCache) -> None:
-        """Record decode steps over a cache, if at all. Raises BackendError: the model does not allow it."""
+        """Record decode steps over a cache, if at all; where the model does not allow it, the log says why."""
         loaded, _, runner = self._ready()
         record = self._recorder()
         if record is None or not self._graph_sizes:
             return
         start = time.monotonic()
         sizes, vocab_size, length = self._graph_sizes, loaded.vocab_size, loaded.max_model_len
-        runner.use_graphs(
-            runner.record_graphs(cache, sizes, vocab_size=vocab_size, max_model_len=length, record=record)
-        )
+        try:
+            graphs = runner.record_graphs(cache, sizes, vocab_size=vocab_size, max_model_len=length, record=record)
+        except BackendError as error:
+            # The model is served all the same, kernel by kernel.
+            self._graph_sizes = ()
+            _log.warning("decode_graphs_not_recorded", why=str(error))
+            return
+        runner.use_graphs(graphs)
         _log.info("decode_graphs_recorded", sizes=len(sizes), most_rows=sizes[-1], seconds=time.monotonic() - start)
 
     def _run_with_adapters(self, lora: LoraAdapters, batch: StepBatch, scratch: PagedKvCache) -> None:

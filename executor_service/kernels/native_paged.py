@@ -102,5 +102,6 @@ class NativeKernels(PagedKernels):
 
 def _side_by_side(states: torch.Tensor) -> torch.Tensor:
     """States whose heads lie side by side in each token, copied where they do not. Shape: (T, H, D)."""
-    _, _, dim = states.shape
-    return states if states.stride(2) == 1 and states.stride(1) == dim else states.contiguous()
+    _, heads, dim = states.shape
+    adjoin = states.stride(2) == 1 and (heads == 1 or states.stride(1) == dim)
+    return states if adjoin else states.contiguous()

@@ -1,7 +1,8 @@
 """The seam between the model runner and the kernels: how a step's attention is planned and done.
 
 Station: `model_runner` calls `plan` once a step and `attend` once a layer; `kv_memory` calls `copy_within` before a
-step. Implemented by `torch_paged.TorchKernels` and `triton_paged.TritonKernels`; a backend chooses one.
+step. Implemented by `torch_paged.TorchKernels`, `native_paged.NativeKernels` and `triton_paged.TritonKernels`; a
+backend chooses one.
 """
 
 from __future__ import annotations

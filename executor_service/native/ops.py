@@ -10,10 +10,11 @@ the shapes say; whatever is not so would be memory read or written elsewhere, he
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import structlog
 import torch
 
@@ -147,8 +148,7 @@ class NativeOps(LayerOps):
     def rotate(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """See the base class."""
         tokens, heads, dim = states.shape
-        assert states.stride(2) == 1
-        assert states.stride(1) == dim
+        assert _heads_adjoin(states)
         assert cos.is_contiguous()
         assert sin.is_contiguous()
         assert cos.shape == sin.shape == (1, tokens, dim)
@@ -183,8 +183,7 @@ class NativeOps(LayerOps):
         width = kv_heads * dim
         for states in (query, key, value):
             assert states.dtype == keys.dtype
-            assert states.stride(2) == 1
-            assert states.stride(1) == dim
+            assert _heads_adjoin(states)
         assert key.shape == value.shape == (tokens, kv_heads, dim)
         assert keys.is_contiguous()
         assert values.is_contiguous()
@@ -220,13 +219,16 @@ class NativeOps(LayerOps):
         return out
 
 
-def load_native_ops(cache_dir: Path) -> NativeOps | None:
-    """The kernels of this machine, compiled now if need be; None, with a line in the log, where there are none."""
+def load_native_ops(cache_dir: Callable[[], Path]) -> NativeOps | None:
+    """The kernels of this machine, compiled now if need be; None, with a line in the log, where there are none.
+
+    `cache_dir` may raise RuntimeError: a user without a home has none.
+    """
     try:
-        path = native_library(cache_dir)
+        path = native_library(cache_dir())
         ops = NativeOps(path)
         _require_right(ops)
-    except (NativeBuildError, OSError, AttributeError) as error:
+    except (NativeBuildError, OSError, AttributeError, RuntimeError) as error:
         _log.info("native_kernels_unavailable", why=str(error))
         return None
     _log.info("native_kernels_loaded", path=str(path), linear=bool(ops.linear_columns))
@@ -250,12 +252,46 @@ def _require_right(ops: NativeOps) -> None:
         )
         if not torch.allclose(got, expected, atol=1e-5)
     ]
+    for dtype, atol in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
+        if ops.takes(dtype):
+            wrong += _wrong_in_attention(ops, oracle, dtype, atol)
     if ops.linear_columns:
         dense, few = some(40, 24).bfloat16(), some(3, 24).bfloat16()
         if not torch.allclose(ops.linear(few, ops.pack([dense]), None, 40), few @ dense.T, atol=1e-1):
             wrong.append("linear")
     if wrong:
         raise NativeBuildError(f"expected kernels that compute what torch does, got others in {', '.join(wrong)}")
+
+
+def _wrong_in_attention(ops: NativeOps, oracle: TorchOps, dtype: torch.dtype, atol: float) -> list[str]:
+    """Rotary positions, and one row of 7 tokens that reads back over a block of 5 and a window of 6."""
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn((7, heads, 32), generator=generator).to(dtype) for heads in (4, 2, 2))
+    angles = torch.randn((1, 7, 32), generator=generator)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    rotated, expected_rotated = query.clone(), query.clone()
+    ops.rotate(rotated, cos, sin)
+    oracle.rotate(expected_rotated, cos, sin)
+    blocks, size = np.array([3, 1], np.int32), 5
+    table = (np.array([0, 7], np.int32), np.array([7], np.int32), np.array([0, 2], np.int32), blocks)
+    slots = torch.tensor([int(blocks[place // size]) * size + place % size for place in range(7)])
+    keys, values = (torch.full((4 * size, 64), float("nan"), dtype=dtype) for _ in range(2))
+    rows = PagedRows(table, size, 6)
+    got = ops.attend(query, key, value, keys, values, slots=slots, rows=rows, scaling=0.2)
+    q, k, v = (states.float().transpose(0, 1) for states in (query, key, value))
+    k, v = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)
+    place = torch.arange(7)
+    behind = place[:, None] - place[None, :]
+    scores = (q @ k.transpose(1, 2) * 0.2).masked_fill((behind < 0) | (behind >= 6), float("-inf"))
+    expected = (scores.softmax(-1) @ v).transpose(0, 1)
+    wrong = [] if torch.allclose(rotated.float(), expected_rotated.float(), atol=atol) else [f"rotary of {dtype}"]
+    return wrong if torch.allclose(got.float(), expected, atol=atol) else [*wrong, f"attention of {dtype}"]
+
+
+def _heads_adjoin(states: torch.Tensor) -> bool:
+    """Whether a token's heads lie side by side; the stride of a single head says nothing. Shape: (T, H, D)."""
+    _, heads, dim = states.shape
+    return states.stride(2) == 1 and (heads == 1 or states.stride(1) == dim)
 
 
 def _function(function: Any, *types: Any) -> Any:

@@ -28,7 +28,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from executor_service.backends.base import BackendError
+from executor_service.backends.base import STATE, BackendError
+from executor_service.layer_groups import layer_windows
 
 __all__ = ["Exchange", "GatheredHead", "ModelShard", "PartialLinear"]
 
@@ -137,6 +138,13 @@ class ModelShard:
             BackendError: the model has no plan, or none that gives every rank its K/V heads, or something that is to be
                 cut does not come in equal parts.
         """
+        if STATE in layer_windows(model.config):
+            raise BackendError(
+                "MODEL_NOT_SUPPORTED",
+                "expected a model without layers that keep a state for --tensor-parallel-size, got"
+                f" {model.config.model_type}; leave the flag out",
+                model_type=model.config.model_type,
+            )
         self._require_heads(model)
         head, num_cut = model.get_output_embeddings(), 0
         for name, parent, place, linear, style in list(_planned(model)):

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
+from executor_service.backends.base import STATE
 from executor_service.backends.sim_digest import expected_tokens
 from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import KeyDomain, default_hash
@@ -741,14 +742,15 @@ class Chaos:
         assert len(held) == pins.num_held_blocks <= pins.limit
 
     def _entries_to_pin(self, pin: PinnedPrefix) -> list[tuple[int, int]]:
-        """By the definition: of full attention all blocks, of a window those with a token that the next one reads."""
+        """By the definition: of full attention all blocks, of a window and a state those that the next token reads."""
         size = self.world.block_size
         stop = pin.num_tokens // size
         return [
             (group, index)
             for index in range(stop if self.caching else 0)
             for group, window in enumerate(self.windows or (0,))
-            if not window or (index + 1) * size > stop * size - window + 1
+            # A state reads as a window of two tokens does: the newest one before it, and itself.
+            if not window or (index + 1) * size > stop * size - (2 if window == STATE else window) + 1
         ]
 
     def _check_contents(self, request: Request) -> None:

@@ -1,3 +1,4 @@
+import dataclasses
 from typing import Any
 
 import pytest
@@ -143,7 +144,7 @@ def test_history_of_several_groups_tells_hits_copies_and_forks() -> None:
     (full, window) = table_ids(again)
     assert ("hit", "b", 0) in grouped_life(scheduler, full[0])
     assert ("hit", "b", 1) in grouped_life(scheduler, window[3])
-    scheduler.fork("b", make_new("c", [*prompt, 7], max_tokens=3))
+    scheduler.add_request(dataclasses.replace(make_new("c", [*prompt, 7], max_tokens=3), fork_of="b"))
     assert ("hit", "c", 1) in grouped_life(scheduler, window[4])
     run_step(scheduler)
     assert {("freed", "b", 1), ("freed", "c", 1)} & set(grouped_life(scheduler, window[4])), "one of them has a copy"

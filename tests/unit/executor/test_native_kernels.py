@@ -145,7 +145,7 @@ def test_load_native_ops_without_a_compiler_is_none(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NativeBuildError, match=r"expected a C\+\+ compiler"):
         native_library(tmp_path)
-    assert load_native_ops(tmp_path) is None
+    assert load_native_ops(lambda: tmp_path) is None
 
 
 def test_load_native_ops_compiler_that_fails_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +164,6 @@ def test_load_native_ops_that_compute_something_else_is_none(
 ) -> None:
     monkeypatch.setattr(ops, "native_library", lambda folder: tmp_path)
     monkeypatch.setattr(ops, "NativeOps", lambda path: native)
-    assert load_native_ops(tmp_path) is native
+    assert load_native_ops(lambda: tmp_path) is native
     monkeypatch.setattr(NativeOps, "silu_and_mul", lambda self, both: TorchOps().silu_and_mul(both) * 1.001)
-    assert load_native_ops(tmp_path) is None
+    assert load_native_ops(lambda: tmp_path) is None

@@ -81,7 +81,7 @@ class GenerateRequest(google.protobuf.message.Message):
     of that one, or is a beginning of them; the last token of the shorter may be another. Then the blocks of what they
     have in common are shared, a partly filled one, too, and copied before either writes to it: nothing of it is computed
     again. It changes no token of the output. When that request has ended, or others wait to run, this one is as if it
-    named none. INVALID_ARGUMENT with n above 1, and, NOT_A_FORK, when its tokens or its cache_salt are others. Empty
+    named none. INVALID_ARGUMENT with n above 1, and, NOT_A_FORK, when its tokens, its cache_salt or its adapter are others. Empty
     means none.
     """
     adapter: builtins.str
