@@ -161,6 +161,22 @@ async def test_executor_replaced_by_one_with_less_room_ends_the_requests_of_what
         assert [one.name for one in await client.list_adapters()] == ["a"]
 
 
+async def test_executor_switched_to_by_order_has_the_adapters_first_or_is_not_taken(cluster: Cluster) -> None:
+    cluster.start(max_loras=2)
+    async with cluster.client() as client:
+        await client.load_adapter("a", "weights-a")
+        running = [asyncio.create_task(tokens(client, name, 300)) for name in ("a", None)]
+        for room in (0, 1):
+            cluster.start_executor(sim_step_ms=1, max_loras=room, executor_id=f"room-{room}")
+        with pytest.raises(FailedPreconditionError, match="cannot load 'a'") as refused:
+            await client.switch_executor("room-0")
+        assert refused.value.reason == "EXECUTOR_NOT_READY"
+        assert await client.switch_executor("room-1") not in ("room-0", "room-1")
+        assert await asyncio.gather(*running) == [sim_tokens(source, count=300) for source in ("weights-a", None)]
+        assert [one.name for one in await client.list_adapters()] == ["a"]
+        assert await tokens(client, "a", 20) == sim_tokens("weights-a", count=20)
+
+
 async def test_manager_restarted_knows_the_executors_adapters_and_their_blocks(cluster: Cluster) -> None:
     cluster.start(max_loras=2)
     async with cluster.client() as client:

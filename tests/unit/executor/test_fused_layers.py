@@ -33,7 +33,7 @@ def load(folder: Path, dtype: str = "float32") -> PreTrainedModel:
 
 def run(model: PreTrainedModel) -> tuple[ProbeStep, torch.Tensor]:
     step = ProbeStep()
-    return step, run_probe(model, VOCAB_SIZE, step, num_tokens=6)
+    return step, run_probe(model, VOCAB_SIZE, step, positions=range(6))
 
 
 def states_of(model: PreTrainedModel) -> torch.Tensor:
@@ -45,7 +45,9 @@ def states_of(model: PreTrainedModel) -> torch.Tensor:
 def fuse(model: PreTrainedModel, *, compiled: bool) -> int:
     native = native_ops() if compiled else None
     operations: LayerOps = native or TorchOps()
-    return fuse_layers(model, lambda step: run_probe(model, VOCAB_SIZE, step, num_tokens=5), operations, native)
+    return fuse_layers(
+        model, lambda step: run_probe(model, VOCAB_SIZE, step, positions=(0, 1, 2, 30, 61)), operations, native
+    )
 
 
 @pytest.mark.parametrize(("dtype", "allowed"), [("float32", 1e-5), ("bfloat16", 3e-2)])
@@ -109,7 +111,20 @@ def _other_positions(model: PreTrainedModel) -> None:
     model.model.layers[1].self_attn.register_forward_pre_hook(less, with_kwargs=True)
 
 
-@pytest.mark.parametrize("change", [_other_activation, _half_residual, _other_norm, _other_positions])
+def _other_far_into_a_sequence(model: PreTrainedModel) -> None:
+    """As Ministral 3 scales its queries beyond the length that it was first trained on."""
+
+    def more(attention: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        factor = 1.0 + (arguments["position_ids"] >= 40).float().unsqueeze(-1)
+        cos, sin = arguments["position_embeddings"]
+        return args, arguments | {"position_embeddings": (cos * factor, sin * factor)}
+
+    model.model.layers[1].self_attn.register_forward_pre_hook(more, with_kwargs=True)
+
+
+@pytest.mark.parametrize(
+    "change", [_other_activation, _half_residual, _other_norm, _other_positions, _other_far_into_a_sequence]
+)
 def test_fuse_layers_one_layer_that_computes_something_else_leaves_all(
     folders: dict[str, Path], change: Callable[[PreTrainedModel], None]
 ) -> None:

@@ -103,6 +103,23 @@ def test_execute_several_adapters_in_one_step_give_the_tokens_that_peft_gives(
     assert expected[0] != base, "the adapter changes nothing, and nothing was tested"
 
 
+def test_profile_memory_while_adapters_are_loaded_leaves_them_at_work(folder: Path, adapters: list[Path]) -> None:
+    """As a manager with other limits has it done when it takes over."""
+    made = backend(folder)
+    made.load()
+    made.load_adapter(1, made.read_adapter(str(adapters[0])))
+    made.load_adapter(7, made.read_adapter(str(adapters[1])))
+    prompts = [prompt_of(5, 1), prompt_of(9, 2)]
+    with capture_logs():
+        made.profile_memory(64, 8)
+    made.initialize_kv_cache(64)
+    expected = [peft_tokens(folder, source, prompt, COUNT) for source, prompt in zip(adapters, prompts, strict=False)]
+    assert generate(made, prompts, [1, 7]) == expected
+    made.unload_adapter(1)
+    made.unload_adapter(7)
+    made.close()
+
+
 def test_unload_adapter_leaves_the_model_as_it_was(loaded: TorchBackend, folder: Path, adapters: list[Path]) -> None:
     prompt = prompt_of(9, 4)
     loaded.load_adapter(7, loaded.read_adapter(str(adapters[0])))

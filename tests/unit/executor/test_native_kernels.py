@@ -10,11 +10,13 @@ import torch
 
 from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.kernels.native_paged import NativeKernels
+from executor_service.kernels.paged_kernels import GroupStep
 from executor_service.layer_ops import TorchOps
 from executor_service.native import library, ops
 from executor_service.native.library import NativeBuildError, native_library
 from executor_service.native.ops import NativeOps, load_native_ops
 from tests.unit.executor.native_builds import native_ops
+from tests.unit.executor.step_builder import Row, build_step
 from tests.unit.executor.test_paged_attention import STEPS, run_both
 
 # (dtype, absolute tolerance, relative tolerance)
@@ -52,6 +54,26 @@ def test_attend_any_head_geometry_equals_oracle(native: NativeOps, heads: tuple[
     """More query heads on one KV head than are computed at once, too."""
     actual, expected = run_both(STEPS["mixed"], 16, torch.float32, LIMITS, heads=heads, kernels=NativeKernels(native))
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)  # a score is a sum of up to 128 products
+
+
+def test_attend_and_rotate_one_kv_head_whose_stride_says_nothing(native: NativeOps) -> None:
+    """As rotary positions leave the key of a model with one KV head: (1, T, D) transposed, and contiguous to torch."""
+    queries, lone = some(7, 2, 32), some(1, 7, 32, seed=1).transpose(0, 1)
+    assert lone.stride(1) != 32
+    got = []
+    for key in (lone, lone.clone(memory_format=torch.contiguous_format).view(7, 1, 32)):
+        step = build_step([Row([0] * 7, 0, [2, 1])], 4)
+        group = GroupStep(0, step.tables[0], step.slot_mappings[0])
+        (planned,) = NativeKernels(native).plan(
+            step.query_indptr, step.seq_lens, [group], block_size=4, device=torch.device("cpu")
+        )
+        got.append(planned.attend(queries, key, key, torch.zeros(12, 32), torch.zeros(12, 32), scaling=0.3))
+        angles = some(1, 7, 32, seed=2)
+        rotated = key.clone()
+        native.rotate(rotated, angles.cos(), angles.sin())
+        got.append(rotated)
+    torch.testing.assert_close(got[0], got[2])
+    torch.testing.assert_close(got[1], got[3])
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
@@ -155,7 +177,7 @@ def test_load_native_ops_compiler_that_fails_is_none(tmp_path: Path, monkeypatch
     monkeypatch.setenv("CXX", str(bad))
     with pytest.raises(NativeBuildError, match="ended with 3: no such target"):
         native_library(tmp_path / "cache")
-    assert load_native_ops(tmp_path / "cache") is None
+    assert load_native_ops(lambda: tmp_path / "cache") is None
     assert not [name for name in os.listdir(tmp_path / "cache" / "native") if name.endswith(".so")]
 
 

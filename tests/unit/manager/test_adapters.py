@@ -223,6 +223,15 @@ async def test_settle_leaves_out_what_the_executor_refuses() -> None:
         await settle_adapters(cast("ExecutorConnection", connection), 4, [adapter("a")])
 
 
+async def test_settle_what_somebody_else_has_unloaded_is_no_fault_and_another_refusal_is_the_executors() -> None:
+    connection = FakeConnection(adapter("gone"), adapter("a"))
+    connection.fail["unload gone"] = refusal(grpc.StatusCode.NOT_FOUND, "UNKNOWN_ADAPTER")
+    assert await settle_adapters(cast("ExecutorConnection", connection), 4, [adapter("a")]) == [adapter("a")]
+    connection.fail["unload gone"] = refusal(grpc.StatusCode.FAILED_PRECONDITION, "SOMETHING")
+    with pytest.raises(ExecutorLostError, match="does not unload adapter 'gone'"):
+        await settle_adapters(cast("ExecutorConnection", connection), 4, [adapter("a")])
+
+
 async def test_settle_keeps_what_the_first_executor_has_and_asks_none_without_room() -> None:
     connection = FakeConnection(adapter("a"))
     assert await settle_adapters(cast("ExecutorConnection", connection), 4, None) == [adapter("a")]
