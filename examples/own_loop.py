@@ -52,6 +52,7 @@ class Running:
         tokens: prompt and output.
         table: its blocks, as the manager said last.
         computed: how many of its tokens have K/V in them.
+        was_preempted: whether it had to give way, and is opened again.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Running:
     limit: int
     table: Sequence[int] = ()
     computed: int = 0
+    was_preempted: bool = False
     cached: list[int] = field(default_factory=list)
 
     @property
@@ -134,7 +136,8 @@ class Engine:
         """Open what waits, as long as there are blocks."""
         while self.waiting:
             sequence = self.waiting[0]
-            (result,) = self._update([OpenSequence(sequence.name, sequence.tokens)])
+            operation = OpenSequence(sequence.name, sequence.tokens, is_resumed=sequence.was_preempted)
+            (result,) = self._update([operation])
             if isinstance(result, BlockShortage):
                 if not self.running:
                     raise RuntimeError(f"{sequence.name} needs {result.needed_blocks} blocks: the pool is too small")
@@ -219,7 +222,7 @@ class Engine:
 
     def _preempt(self, sequence: Running) -> None:
         self._update([CloseSequence(sequence.name)])
-        sequence.table, sequence.computed = (), 0
+        sequence.table, sequence.computed, sequence.was_preempted = (), 0, True
         self.waiting.appendleft(sequence)
         self.num_preempted += 1
 

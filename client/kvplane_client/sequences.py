@@ -67,6 +67,8 @@ class OpenSequence:
         cache_salt: Separates prefix caches.
         lora_id: The adapter it runs with.
         lora_revision: The adapter's weights.
+        is_resumed: It was open before and had to give way; the pool's ``prefix_queries`` and ``prefix_hits`` leave it
+            out.
     """
 
     sequence_id: str
@@ -76,6 +78,7 @@ class OpenSequence:
     cache_salt: str = ""
     lora_id: str = ""
     lora_revision: str = ""
+    is_resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +347,7 @@ def _to_operation(operation: SequenceOperation) -> pb.SequenceOperation:
                         cache_salt=operation.cache_salt,
                         lora_id=operation.lora_id,
                         lora_revision=operation.lora_revision,
+                        is_resumed=operation.is_resumed,
                     )
                 )
             case ExtendSequence():

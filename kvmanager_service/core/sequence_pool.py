@@ -84,7 +84,7 @@ class SequencePool:
 
     Attributes:
         sequences: open ones by id, in the order they were opened.
-        prefix_queries: tokens that sequences were opened with.
+        prefix_queries: tokens that sequences were opened with, those of resumed ones left out.
         prefix_hits: those of them whose K/V was found.
         num_entries: entries of all tables.
     """
@@ -107,6 +107,7 @@ class SequencePool:
         priority: int = 0,
         cache_salt: str = "",
         lora: LoraAdapter | None = None,
+        is_resumed: bool = False,
     ) -> TableChange | BlockShortage:
         """Begin a sequence with what the cache holds of it, and blocks for the rest.
 
@@ -117,6 +118,7 @@ class SequencePool:
             priority: a higher one gives way first.
             cache_salt: separates prefix caches.
             lora: the adapter it runs with.
+            is_resumed: whether it was open before and had to give way; its lookup is not counted.
 
         Raises:
             DuplicateRequestError: the id is open.
@@ -139,8 +141,9 @@ class SequencePool:
             num_free_hits = sum(block.ref_cnt == 0 for block in hits)
             return self._shortage(sequence, self.kv.num_blocks_for(num_slots) - len(hits) + num_free_hits)
         self._add(sequence)
-        self.prefix_queries += sequence.num_tokens
-        self.prefix_hits += sequence.num_computed_tokens
+        if not is_resumed:
+            self.prefix_queries += sequence.num_tokens
+            self.prefix_hits += sequence.num_computed_tokens
         return TableChange(0, bytes(sequence.block_id_bytes), sequence.num_computed_tokens)
 
     def extend(self, sequence_id: str, token_bytes: bytes, num_slots: int = 0) -> TableChange | BlockShortage:

@@ -120,6 +120,7 @@ def _open(pool: SequencePool, message: pb.OpenSequence) -> TableChange | BlockSh
         priority=message.priority,
         cache_salt=message.cache_salt,
         lora=LoraAdapter(message.lora_id, message.lora_revision) if message.lora_id else None,
+        is_resumed=message.is_resumed,
     )
 
 

@@ -302,6 +302,9 @@ async def test_pools_are_listed_and_closed(client: AsyncClient, pool: SequencePo
     assert (info.free_blocks, info.cached_blocks, info.prefix_queries, info.prefix_hits) == (5, 1, 12, 4)
     assert 0 < info.lease_remaining_seconds <= info.lease_seconds == 60
     assert info.last_batch_id == 1
+    await pool.update([CloseSequence("a"), OpenSequence("a", range(7), is_resumed=True)])
+    (info,) = await client.list_pools()
+    assert (info.num_sequences, info.prefix_queries, info.prefix_hits) == (2, 12, 4)
     other = await client.open_pool(4)
     await other.close()
     with pytest.raises(NotFoundError, match="lease"):

@@ -100,6 +100,20 @@ def test_committed_full_blocks_are_found_by_the_next_sequence() -> None:
     assert (pool.prefix_queries, pool.prefix_hits) == (19, 8)
 
 
+def test_a_resumed_sequence_finds_its_blocks_and_its_lookup_is_not_counted() -> None:
+    pool = make_pool()
+    pool.open("a", tokens(range(9)))
+    pool.commit("a", 9)
+    pool.close("a")
+    resumed = pool.open("a", tokens([*range(9), 77]), is_resumed=True)
+    assert isinstance(resumed, TableChange)
+    assert resumed.num_computed_tokens == 8
+    assert (pool.prefix_queries, pool.prefix_hits) == (9, 0)
+    pool.open("b", tokens(range(9)))
+    assert (pool.prefix_queries, pool.prefix_hits) == (18, 8)
+    pool.check_integrity()
+
+
 def test_what_was_not_committed_is_no_hit() -> None:
     pool = make_pool()
     pool.open("a", tokens(range(9)))

@@ -175,7 +175,7 @@ class SequencePoolInfo(google.protobuf.message.Message):
     num_sequences: builtins.int
     """num_sequences is how many sequences are open."""
     prefix_queries: builtins.int
-    """prefix_queries counts tokens that sequences were opened with."""
+    """prefix_queries counts tokens that sequences were opened with, those of resumed ones left out."""
     prefix_hits: builtins.int
     """prefix_hits counts those whose K/V was found."""
     lease_ms: builtins.int
@@ -304,6 +304,7 @@ class OpenSequence(google.protobuf.message.Message):
     CACHE_SALT_FIELD_NUMBER: builtins.int
     LORA_ID_FIELD_NUMBER: builtins.int
     LORA_REVISION_FIELD_NUMBER: builtins.int
+    IS_RESUMED_FIELD_NUMBER: builtins.int
     sequence_id: builtins.str
     """sequence_id names it, 1 to 128 characters. An open one's gets ALREADY_EXISTS."""
     num_slots: builtins.int
@@ -316,6 +317,10 @@ class OpenSequence(google.protobuf.message.Message):
     """lora_id names the adapter it runs with, at most 256 characters. Empty is the model itself."""
     lora_revision: builtins.str
     """lora_revision names the adapter's weights, at most 256 characters."""
+    is_resumed: builtins.bool
+    """is_resumed says that the sequence was open before and had to give way. What it finds then is mostly its own, so its tokens are
+    counted neither in prefix_queries nor in prefix_hits: those are of first lookups. It changes nothing else.
+    """
     @property
     def token_ids(self) -> kvplane.common.v1.common_pb2.Int32Array:
         """token_ids are the tokens it begins with; at least one."""
@@ -330,10 +335,11 @@ class OpenSequence(google.protobuf.message.Message):
         cache_salt: builtins.str = ...,
         lora_id: builtins.str = ...,
         lora_revision: builtins.str = ...,
+        is_resumed: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["token_ids", b"token_ids"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "lora_id", b"lora_id", "lora_revision", b"lora_revision", "num_slots", b"num_slots", "priority", b"priority", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "is_resumed", b"is_resumed", "lora_id", b"lora_id", "lora_revision", b"lora_revision", "num_slots", b"num_slots", "priority", b"priority", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___OpenSequence: typing_extensions.TypeAlias = OpenSequence
@@ -567,8 +573,8 @@ Global___SequenceTable: typing_extensions.TypeAlias = SequenceTable
 
 @typing.final
 class BlockShortage(google.protobuf.message.Message):
-    """BlockShortage is advice on whom to preempt. Close those sequences, ask again, and open them anew later: what they held
-    stays cached as long as there is room.
+    """BlockShortage is advice on whom to preempt. Close those sequences, ask again, and open them anew later, with is_resumed:
+    what they held stays cached as long as there is room.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
