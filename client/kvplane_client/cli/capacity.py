@@ -3,41 +3,53 @@
 Station: called by ``kvplane plan``. The executor measures the same terms of a loaded model at its start; this says
 beforehand about what it will find.
 
-    bytes per block = 2 (K and V) * layers * KV heads * head size * block size * bytes of a KV value
+    bytes per block = 2 (K and V) * layers of a group * KV heads * head size * block size * bytes of a KV value
     blocks          = (utilization * memory - weights - overhead) // bytes per block
-    users           = (blocks - 1, the null block) // blocks of one context
+    users           = (blocks - 1, the null block) // blocks of one context, over all groups
+
+Layers that are alike make one group. Where some have a window and others not, the executor makes groups of equal
+numbers of layers, so that a block is as large for each of them, and a sequence has blocks of every group: of full
+attention for all its tokens, of a window for those that can still be read and a row to come. The arithmetic is that of
+the executor's ``group_layers`` and ``KvGroupSpec.most_blocks``, which tests hold it to.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from kvplane_client.cli.model_layers import (
+    Experts,
+    PlanError,
+    decoder_config,
+    layer_windows,
+    positive,
+    read_experts,
+)
 
 __all__ = [
     "DTYPE_BYTES",
     "KV_DTYPE_BYTES",
     "PRESETS",
     "Capacity",
+    "KvGroup",
     "ModelShape",
     "PlanError",
+    "group_layers",
     "load_shape",
     "plan_capacity",
 ]
 
-# Types of models some of whose layers keep a state in place of K/V; those without any attention lack its fields.
-_WITH_STATES = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "qwen3_next", "zamba2")
-
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 # An executor stores K and V in either kind of fp8; which of them changes no size.
 KV_DTYPE_BYTES = DTYPE_BYTES | {"fp8_e4m3": 1, "fp8_e5m2": 1}
-
-
-class PlanError(Exception):
-    """The model or the memory can not be planned with. The message says expected, got and what to do."""
+_UNUSED_FULL_PAGE = 4
+"""What the executor counts a page of full attention that no layer uses as, to one of a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +57,17 @@ class ModelShape:
     """What decides a decoder's memory, as its config.json says.
 
     Attributes:
-        num_layers: Layers; each has K and V of every token.
+        num_layers: Layers; each has K and V.
         hidden_size: Width of a token between layers.
         num_heads: Query heads.
         num_kv_heads: Heads that K and V have.
         head_dim: Width of a head.
-        intermediate_size: Width of the gated feed-forward network.
+        intermediate_size: Width of the gated feed-forward network, in layers without experts.
         vocab_size: Tokens of the vocabulary.
         tied: Whether the output layer is the embedding.
         max_model_len: Longest sequence.
+        windows: Tokens that a token reads, itself included, by layer; 0 for all before it. Empty: all, in every layer.
+        experts: Those that some layers, or all, have in place of one network.
     """
 
     num_layers: int
@@ -65,13 +79,23 @@ class ModelShape:
     vocab_size: int
     tied: bool
     max_model_len: int
+    windows: tuple[int, ...] = ()
+    experts: Experts | None = None
 
     @property
     def num_parameters(self) -> int:
-        """Weights of a decoder of the Llama family; its norms, which are below a thousandth, are counted too."""
+        """Weights of a decoder of the Llama family, all experts and their router included.
+
+        Two norms a layer are counted; those of K and Q, and biases, are below a thousandth and are not.
+        """
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        feed_forward = 3 * self.hidden_size * self.intermediate_size
-        layers = self.num_layers * (attention + feed_forward + 2 * self.hidden_size)
+        layers = self.num_layers * (attention + 2 * self.hidden_size)
+        num_dense = self.num_layers
+        if self.experts is not None:
+            num_dense -= self.experts.num_layers
+            width = self.experts.num_experts * self.experts.intermediate_size + self.experts.shared_size
+            layers += self.experts.num_layers * self.hidden_size * (3 * width + self.experts.num_experts)
+        layers += num_dense * 3 * self.hidden_size * self.intermediate_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         return layers + embeddings + self.hidden_size
 
@@ -79,40 +103,33 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any], where: str) -> ModelShape:
         """Reads the configuration that transformers keeps beside weights.
 
+        Of a model of several parts it is the decoder's, under ``text_config``; the others' weights are not counted.
+
         Args:
             config: The JSON object.
             where: What errors call it.
 
         Raises:
-            PlanError: A field is missing or no positive integer, or there are layers without K and V.
+            PlanError: A field is missing or no positive integer, there are layers without K and V, or the attention or
+                the experts of a layer are of a kind that is not understood.
         """
-        kind = config.get("model_type")
-        if kind in _WITH_STATES:
-            raise PlanError(
-                f"{where}: expected K and V in every layer, got model_type {kind!r}, of which layers keep a state; "
-                "start its executor, which measures"
-            )
-
-        def number(name: str, default: int | None = None) -> int:
-            value = config.get(name)
-            if value is None:
-                value = default
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise PlanError(f"{where}: expected {name} to be a positive integer, got {value!r}; name a decoder's")
-            return value
-
-        heads = number("num_attention_heads")
-        hidden = number("hidden_size")
+        values, where = decoder_config(config, where)
+        heads = positive(values, "num_attention_heads", where)
+        hidden = positive(values, "hidden_size", where)
+        windows = layer_windows(values, where)
+        experts = read_experts(values, where)
         return cls(
-            num_layers=number("num_hidden_layers"),
+            num_layers=len(windows),
             hidden_size=hidden,
             num_heads=heads,
-            num_kv_heads=number("num_key_value_heads", heads),
-            head_dim=number("head_dim", hidden // heads),
-            intermediate_size=number("intermediate_size"),
-            vocab_size=number("vocab_size"),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            max_model_len=number("max_position_embeddings"),
+            num_kv_heads=positive(values, "num_key_value_heads", where, heads),
+            head_dim=positive(values, "head_dim", where, hidden // heads),
+            intermediate_size=positive(values, "intermediate_size", where),
+            vocab_size=positive(values, "vocab_size", where),
+            tied=bool(values.get("tie_word_embeddings", False)),
+            max_model_len=positive(values, "max_position_embeddings", where),
+            windows=windows if any(windows) else (),
+            experts=experts,
         )
 
 
@@ -153,6 +170,52 @@ def load_shape(model: str) -> ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers that share one block table.
+
+    Attributes:
+        num_layers: How many.
+        window: Tokens that a token reads in them, itself included; 0 for all before it.
+    """
+
+    num_layers: int
+    window: int
+
+    def most_blocks(self, num_tokens: int, block_size: int, longest_chunk: int) -> int:
+        """Most blocks that a sequence of num_tokens tokens has of the group at any time.
+
+        Of a window it is what its last tokens and a row of longest_chunk tokens lie in, wherever in a block they begin.
+        """
+        length = -(-num_tokens // block_size)
+        if not self.window:
+            return length
+        return min(length, -(-(self.window + longest_chunk - 2) // block_size) + 1)
+
+
+def group_layers(windows: Sequence[int]) -> tuple[KvGroup, ...]:
+    """Makes groups as the executor does: of equal numbers of layers, but for a window's last, those of full first.
+
+    Args:
+        windows: By layer; 0 for full attention.
+    """
+    counts = Counter(windows)
+
+    def cost(size: int) -> int:
+        total = 0
+        for window, count in counts.items():
+            groups = -(-count // size)
+            total += groups + (groups * size - count) * (1 if window else _UNUSED_FULL_PAGE)
+        return total
+
+    size = min(range(1, max(counts.values()) + 1), key=cost)
+    return tuple(
+        KvGroup(min(size, count - start), window)
+        for window, count in sorted(counts.items())
+        for start in range(0, count, size)
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Capacity:
     """What fits. Units: bytes, unless the name says otherwise.
 
@@ -162,14 +225,15 @@ class Capacity:
         weights_bytes: Taken by weights.
         overhead_bytes: Taken by activations and the runtime.
         kv_bytes: Left for K and V, at least 0.
-        bytes_per_token: K and V of one token.
-        bytes_per_block: K and V of one block.
+        bytes_per_token: K and V of one token in all layers.
+        bytes_per_block: K and V of one block, which is of one group's layers.
         num_blocks: Blocks that fit, the null block included.
         block_size: Tokens per block.
-        num_tokens: Tokens that the usable blocks hold.
+        num_tokens: Tokens that the usable blocks hold in every layer, as of sequences that no window has left behind.
         context_len: Tokens of one user.
-        blocks_per_user: Blocks of one user.
+        blocks_per_user: Blocks of one user, of all groups together.
         num_users: Users at once, each with a context of their own.
+        num_groups: Groups of layers, of each of which a sequence has blocks.
     """
 
     total_bytes: int
@@ -185,6 +249,7 @@ class Capacity:
     context_len: int
     blocks_per_user: int
     num_users: int
+    num_groups: int = 1
 
 
 def plan_capacity(
@@ -198,6 +263,7 @@ def plan_capacity(
     block_size: int,
     context_len: int,
     weights_bytes: int | None = None,
+    longest_chunk: int = 2048,
 ) -> Capacity:
     """Reckons what fits.
 
@@ -211,6 +277,7 @@ def plan_capacity(
         block_size: Tokens per block.
         context_len: Tokens of one user's sequence.
         weights_bytes: What weights take; None reckons it from the shape.
+        longest_chunk: Most tokens of one sequence in a step; blocks of a window hold as many beside it.
     """
     if weights_bytes is None:
         weights_bytes = shape.num_parameters * DTYPE_BYTES[dtype]
@@ -218,9 +285,13 @@ def plan_capacity(
     bytes_per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * kv_value_bytes
     usable_bytes = math.floor(total_bytes * utilization)
     kv_bytes = max(0, usable_bytes - weights_bytes - overhead_bytes)
-    num_blocks = kv_bytes // (bytes_per_token * block_size)
+    # A window as long as any sequence is none.
+    windows = [window if window < shape.max_model_len else 0 for window in shape.windows or (0,) * shape.num_layers]
+    groups = group_layers(windows)
+    bytes_per_block = bytes_per_token // shape.num_layers * max(group.num_layers for group in groups) * block_size
+    num_blocks = kv_bytes // bytes_per_block
     usable_blocks = max(0, num_blocks - 1)
-    blocks_per_user = -(-context_len // block_size)
+    blocks_per_user = sum(group.most_blocks(context_len, block_size, longest_chunk) for group in groups)
     return Capacity(
         total_bytes=total_bytes,
         usable_bytes=usable_bytes,
@@ -228,11 +299,12 @@ def plan_capacity(
         overhead_bytes=overhead_bytes,
         kv_bytes=kv_bytes,
         bytes_per_token=bytes_per_token,
-        bytes_per_block=bytes_per_token * block_size,
+        bytes_per_block=bytes_per_block,
         num_blocks=num_blocks,
         block_size=block_size,
-        num_tokens=usable_blocks * block_size,
+        num_tokens=usable_blocks // len(groups) * block_size,
         context_len=context_len,
         blocks_per_user=blocks_per_user,
         num_users=usable_blocks // blocks_per_user,
+        num_groups=len(groups),
     )

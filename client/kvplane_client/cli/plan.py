@@ -29,8 +29,8 @@ _HELP = f"""Say how many KV blocks fit a memory, and how many users at once.
 
 MODEL is one of {", ".join(PRESETS)},
 or a config.json, or its folder. The executor measures the same at its start;
-this reckons: weights from the shape, and --overhead for activations and the
-runtime.
+this reckons: weights from the shape (of a model that also sees or hears: of
+its decoder alone), and --overhead for activations and the runtime.
 
 Examples:
 
@@ -90,6 +90,13 @@ def plan(
             help="Tokens of one user. Default: the model's longest.",
         ),
     ] = None,
+    longest_chunk: Annotated[
+        int,
+        typer.Option(
+            "--max-num-batched-tokens", metavar="N", parser=integer(1, MAX_INT32, advice="as the manager's"),
+            help="Most tokens of one step, as of the manager. Layers with a window hold as many beside it.",
+        ),
+    ] = 2048,
     as_json: opt.JsonFlag = False,
 ) -> None:  # fmt: skip
     """Reckon what fits; the help text is _HELP."""
@@ -108,6 +115,7 @@ def plan(
         block_size=block_size,
         context_len=context_len or shape.max_model_len,
         weights_bytes=weights,
+        longest_chunk=longest_chunk,
     )
     if as_json:
         print_json({"model": dataclasses.asdict(shape), "capacity": dataclasses.asdict(capacity)})
@@ -132,6 +140,8 @@ def _rows(capacity: Capacity) -> list[tuple[str, str]]:
         ("blocks", f"{capacity.num_blocks:,}, for {capacity.num_tokens:,} tokens"),
         ("users", f"{capacity.num_users:,} at once with {capacity.context_len:,} tokens each"),
     ]
+    if capacity.num_groups > 1:
+        rows.insert(6, ("groups", f"{capacity.num_groups} of layers, each with blocks of its own"))
     if capacity.num_users == 0:
         rows.append(("", "not one fits: more --memory, a shorter --context-len, or --kv-dtype fp8"))
     return rows

@@ -1,0 +1,245 @@
+"""What a config.json says of a decoder's layers: which attend within a window, and which have experts.
+
+Station: called by ``capacity``. It knows JSON objects; no bytes and no blocks. The executor asks transformers' classes;
+here there are none, so what those add to a file that leaves it out is in tables, of which tests hold every entry to
+the classes. What is not understood is refused by its key: a number that is wrong unnoticed is worse than none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "DEFAULTS",
+    "WINDOW_RULES",
+    "Experts",
+    "PlanError",
+    "decoder_config",
+    "layer_windows",
+    "positive",
+    "read_experts",
+]
+
+Config = Mapping[str, Any]
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+# Types of models some of whose layers keep a state in place of K/V; those without any attention lack its fields.
+_WITH_STATES = (
+    "bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h",
+    "qwen3_next", "recurrent_gemma", "zamba2",
+)  # fmt: skip
+
+# Keys that make K and V of a layer other than KV heads times head size, or its window other than sliding_window.
+_OTHER_ATTENTION = (
+    "attention_chunk_size", "block_configs", "global_head_dim", "is_encoder_decoder", "kv_channels", "kv_lora_rank",
+    "num_global_key_value_heads", "num_kv_shared_layers", "swa_head_dim", "swa_num_key_value_heads",
+    "use_bidirectional_attention",
+)  # fmt: skip
+
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_SHARED_COUNTS = ("n_shared_experts", "num_shared_experts")
+_SHARED_WIDTHS = ("shared_expert_intermediate_size", "shared_intermediate_size")
+_UNDERSTOOD = {
+    *_COUNTS, *_SHARED_COUNTS, *_SHARED_WIDTHS, "decoder_sparse_step", "first_k_dense_replace", "mlp_layer_types",
+    "mlp_only_layers", "moe_intermediate_size", "moe_layer_freq",
+}  # fmt: skip
+# How tokens choose among experts, and how that is trained: no weights worth counting.
+_ROUTING = {
+    "experts_per_token", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
+    "router_z_loss_coef",
+}  # fmt: skip
+# Keys that mean other feed-forward networks in some of a mixture's layers, without a name that says so.
+_OTHER_LAYERS = ("intermediate_size_mlp", "num_dense_layers")
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cohere": {"tie_word_embeddings": True},
+    "cohere2": {"tie_word_embeddings": True, "sliding_window": 4096, "sliding_window_pattern": 4},
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {"tie_word_embeddings": True, "sliding_window": 4096},
+    "gemma3_text": {
+        "tie_word_embeddings": True, "sliding_window": 4096, "sliding_window_pattern": 6, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208, "max_position_embeddings": 131_072,
+    },
+    "gpt_oss": {"sliding_window": 128},
+    "mistral": {"sliding_window": 4096},
+    "olmo3": {"sliding_window": 4096},
+    "qwen2": {"use_sliding_window": False, "max_window_layers": 28},
+    "qwen2_moe": {"use_sliding_window": False, "max_window_layers": 28},
+    "qwen3": {"use_sliding_window": False, "max_window_layers": 28},
+    "qwen3_moe": {"use_sliding_window": False},
+    "smollm3": {"tie_word_embeddings": True, "use_sliding_window": False},
+    "starcoder2": {"tie_word_embeddings": True},
+}  # fmt: skip
+"""By model type: what a published config.json may leave out, because transformers' class knows it."""
+
+WINDOW_RULES: dict[str, Callable[[int, Config], bool]] = {
+    **dict.fromkeys(("mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"), lambda layer, config: True),
+    **dict.fromkeys(("gemma2", "gpt_oss"), lambda layer, config: layer % 2 == 0),
+    **dict.fromkeys(
+        ("cohere2", "gemma3_text"), lambda layer, config: (layer + 1) % config["sliding_window_pattern"] != 0
+    ),
+    "olmo3": lambda layer, config: (layer + 1) % 4 != 0,
+    **dict.fromkeys(("qwen2", "qwen3"), lambda layer, config: bool(layer >= config["max_window_layers"])),
+    "qwen2_moe": lambda layer, config: layer % 2 == 0 and bool(layer < config["max_window_layers"]),
+}
+"""By model type: whether a layer, from 0, slides in a model with a window whose config.json has no layer_types."""
+
+
+class PlanError(Exception):
+    """The model or the memory can not be planned with. The message says expected, got and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The layers that have experts in place of one feed-forward network.
+
+    Attributes:
+        num_layers: How many layers have them.
+        num_experts: Experts of such a layer, of which a token runs through a few; all of them take memory.
+        intermediate_size: Width of an expert.
+        shared_size: Width of what every token runs through beside them, 0 where there is none.
+    """
+
+    num_layers: int
+    num_experts: int
+    intermediate_size: int
+    shared_size: int = 0
+
+
+def decoder_config(config: Config, where: str) -> tuple[dict[str, Any], str]:
+    """Finds what describes the decoder, with what its class knows beside.
+
+    Args:
+        config: The JSON object. One of a model of several parts has the decoder's under ``text_config``.
+        where: What errors call it.
+
+    Returns:
+        The decoder's values, and what errors are to call them.
+
+    Raises:
+        PlanError: It has layers without K and V, or whose K and V are of other sizes.
+    """
+    text: Config = config
+    kind = config.get("model_type")
+    if isinstance(config.get("text_config"), dict):
+        where = f"{where}, text_config"
+        text = {"tie_word_embeddings": config.get("tie_word_embeddings"), **config["text_config"]}
+        kind = text.get("model_type") or (kind and f"{kind}_text")
+    known = DEFAULTS.get(str(kind), {})
+    # A window that is null is none; of other keys it is as if they were left out.
+    values = {**known, **{key: value for key, value in text.items() if value is not None or key == "sliding_window"}}
+    values["model_type"] = kind
+    if kind in _WITH_STATES:
+        raise PlanError(
+            f"{where}: expected K and V in every layer, got model_type {kind!r}, of which layers keep a state; "
+            "start its executor, which measures"
+        )
+    for key in _OTHER_ATTENTION:
+        if values.get(key):
+            raise _not_understood(where, key, values[key], "K and V of KV heads times head size in every layer")
+    return values, where
+
+
+def positive(config: Config, key: str, where: str, default: int | None = None) -> int:
+    """Returns a positive integer of a configuration. Raises PlanError for anything else."""
+    value = config.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PlanError(f"{where}: expected {key} to be a positive integer, got {value!r}; name a decoder's")
+    return value
+
+
+def layer_windows(config: Config, where: str) -> tuple[int, ...]:
+    """Tokens that a token reads in each layer, itself included; 0 for full attention.
+
+    Args:
+        config: Of ``decoder_config``.
+        where: What errors call it.
+
+    Raises:
+        PlanError: A layer is of another kind, or nothing says which ones slide.
+    """
+    num_layers = positive(config, "num_hidden_layers", where)
+    window = 0
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        window = positive(config, "sliding_window", where)
+    types = config.get("layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {_FULL, _SLIDING}:
+            raise _not_understood(where, "layer_types", types, f"{num_layers} of {_FULL} or {_SLIDING}")
+        if _SLIDING in types and not window:
+            raise _not_understood(where, "sliding_window", config.get("sliding_window"), f"a window of {_SLIDING}")
+        return tuple(window if kind == _SLIDING else 0 for kind in types)
+    if not window:
+        return (0,) * num_layers
+    rule = WINDOW_RULES.get(str(config["model_type"]))
+    if rule is None:
+        raise PlanError(
+            f"{where}: expected layer_types to say which layers have the sliding_window of {window}, got none for "
+            f"model_type {config['model_type']!r}; add it, or start its executor, which measures"
+        )
+    for key in ("sliding_window_pattern", "max_window_layers"):
+        if key in config:
+            positive(config, key, where)
+    return tuple(window if rule(layer, config) else 0 for layer in range(num_layers))
+
+
+def read_experts(config: Config, where: str) -> Experts | None:
+    """Which layers have experts and how many; None where none has.
+
+    Args:
+        config: Of ``decoder_config``.
+        where: What errors call it.
+
+    Raises:
+        PlanError: A key of a mixture of experts is not understood, or has no value that it can have.
+    """
+    for key, value in config.items():
+        is_mixtures = "expert" in key or "moe" in key.split("_") or key.startswith("router_")
+        if value and is_mixtures and key not in _UNDERSTOOD | _ROUTING:
+            raise _not_understood(where, key, value, f"experts that {', '.join(sorted(_UNDERSTOOD))} describe")
+    counts = {key: positive(config, key, where) for key in _COUNTS if config.get(key)}
+    if not counts:
+        return None
+    if len(set(counts.values())) > 1:
+        raise PlanError(f"{where}: expected one number of experts, got {counts}; keep the one that is meant")
+    for key in _OTHER_LAYERS:
+        if config.get(key):
+            raise _not_understood(where, key, config[key], "experts and one size of layers without any")
+    width = positive(config, "moe_intermediate_size", where, positive(config, "intermediate_size", where))
+    shared = sum(positive(config, key, where) for key in _SHARED_WIDTHS if config.get(key))
+    shared += sum(positive(config, key, where) for key in _SHARED_COUNTS if config.get(key)) * width
+    num_layers = _num_sparse_layers(config, where)
+    return Experts(num_layers, next(iter(counts.values())), width, shared) if num_layers else None
+
+
+def _num_sparse_layers(config: Config, where: str) -> int:
+    """How many layers have experts. A condition whose key is missing holds for every layer."""
+    num_layers = positive(config, "num_hidden_layers", where)
+    types = config.get("mlp_layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
+            raise _not_understood(where, "mlp_layer_types", types, f"{num_layers} of dense or sparse")
+        return types.count("sparse")
+    dense = config.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise _not_understood(where, "mlp_only_layers", dense, "a list of layers")
+    first = config.get("first_k_dense_replace", 0)
+    if type(first) is not int or first < 0:
+        raise _not_understood(where, "first_k_dense_replace", first, "a number of layers")
+    step = positive(config, "decoder_sparse_step", where, 1)
+    every = positive(config, "moe_layer_freq", where, 1)
+    return sum(
+        layer not in dense and layer >= first and (layer + 1) % step == 0 and layer % every == 0
+        for layer in range(num_layers)
+    )
+
+
+def _not_understood(where: str, key: str, value: object, expected: str) -> PlanError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+    return PlanError(f"{where}: expected {expected}, got {key} {shown}; start its executor, which measures")
