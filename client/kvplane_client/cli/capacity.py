@@ -24,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from kvplane_client.cli.model_layers import (
+    UNGATED,
     Experts,
     PlanError,
     decoder_config,
     layer_windows,
+    longest_sequence,
     positive,
     read_experts,
 )
@@ -62,12 +64,13 @@ class ModelShape:
         num_heads: Query heads.
         num_kv_heads: Heads that K and V have.
         head_dim: Width of a head.
-        intermediate_size: Width of the gated feed-forward network, in layers without experts.
+        intermediate_size: Width of the feed-forward network, in layers without experts.
         vocab_size: Tokens of the vocabulary.
         tied: Whether the output layer is the embedding.
         max_model_len: Longest sequence.
         windows: Tokens that a token reads, itself included, by layer; 0 for all before it. Empty: all, in every layer.
         experts: Those that some layers, or all, have in place of one network.
+        gated: Whether a network has a third matrix, its gate.
     """
 
     num_layers: int
@@ -81,6 +84,7 @@ class ModelShape:
     max_model_len: int
     windows: tuple[int, ...] = ()
     experts: Experts | None = None
+    gated: bool = True
 
     @property
     def num_parameters(self) -> int:
@@ -90,12 +94,13 @@ class ModelShape:
         """
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         layers = self.num_layers * (attention + 2 * self.hidden_size)
+        matrices = 3 if self.gated else 2
         num_dense = self.num_layers
         if self.experts is not None:
             num_dense -= self.experts.num_layers
             width = self.experts.num_experts * self.experts.intermediate_size + self.experts.shared_size
-            layers += self.experts.num_layers * self.hidden_size * (3 * width + self.experts.num_experts)
-        layers += num_dense * 3 * self.hidden_size * self.intermediate_size
+            layers += self.experts.num_layers * self.hidden_size * (matrices * width + self.experts.num_experts)
+        layers += num_dense * matrices * self.hidden_size * self.intermediate_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         return layers + embeddings + self.hidden_size
 
@@ -127,9 +132,10 @@ class ModelShape:
             intermediate_size=positive(values, "intermediate_size", where),
             vocab_size=positive(values, "vocab_size", where),
             tied=bool(values.get("tie_word_embeddings", False)),
-            max_model_len=positive(values, "max_position_embeddings", where),
+            max_model_len=longest_sequence(values, where),
             windows=windows if any(windows) else (),
             experts=experts,
+            gated=values["model_type"] not in UNGATED,
         )
 
 

@@ -13,11 +13,13 @@ from typing import Any
 
 __all__ = [
     "DEFAULTS",
+    "UNGATED",
     "WINDOW_RULES",
     "Experts",
     "PlanError",
     "decoder_config",
     "layer_windows",
+    "longest_sequence",
     "positive",
     "read_experts",
 ]
@@ -29,13 +31,14 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Types of models some of whose layers keep a state in place of K/V; those without any attention lack its fields.
 _WITH_STATES = (
     "bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h",
-    "qwen3_next", "recurrent_gemma", "zamba2",
+    "qwen3_next", "recurrent_gemma", "zamba", "zamba2",
 )  # fmt: skip
 
-# Keys that make K and V of a layer other than KV heads times head size, or its window other than sliding_window.
-_OTHER_ATTENTION = (
-    "attention_chunk_size", "block_configs", "global_head_dim", "is_encoder_decoder", "kv_channels", "kv_lora_rank",
-    "num_global_key_value_heads", "num_kv_shared_layers", "swa_head_dim", "swa_num_key_value_heads",
+# Keys of attention, or of weights, that are other than those of the Llama family.
+_OTHER_DECODERS = (
+    "H_cycles", "attention_chunk_size", "block_configs", "global_head_dim", "hidden_size_per_layer_input",
+    "is_encoder_decoder", "keep_window_size", "kv_channels", "kv_lora_rank", "num_global_key_value_heads",
+    "num_kv_shared_layers", "per_layer_config", "swa_head_dim", "swa_num_key_value_heads", "type_vocab_size",
     "use_bidirectional_attention",
 )  # fmt: skip
 
@@ -74,6 +77,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "starcoder2": {"tie_word_embeddings": True},
 }  # fmt: skip
 """By model type: what a published config.json may leave out, because transformers' class knows it."""
+
+UNGATED = (
+    "apertus", "apertus1p5_text", "arcee", "biogpt", "gpt_neox", "jais2", "nanochat", "nemotron", "persimmon", "phi",
+    "starcoder2",
+)  # fmt: skip
+"""Model types whose feed-forward network has two matrices; others have a third, the gate."""
 
 WINDOW_RULES: dict[str, Callable[[int, Config], bool]] = {
     **dict.fromkeys(("mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"), lambda layer, config: True),
@@ -137,9 +146,9 @@ def decoder_config(config: Config, where: str) -> tuple[dict[str, Any], str]:
             f"{where}: expected K and V in every layer, got model_type {kind!r}, of which layers keep a state; "
             "start its executor, which measures"
         )
-    for key in _OTHER_ATTENTION:
+    for key in _OTHER_DECODERS:
         if values.get(key):
-            raise _not_understood(where, key, values[key], "K and V of KV heads times head size in every layer")
+            raise _not_understood(where, key, values[key], "a decoder with equal K and V and no more in every layer")
     return values, where
 
 
@@ -151,6 +160,20 @@ def positive(config: Config, key: str, where: str, default: int | None = None) -
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise PlanError(f"{where}: expected {key} to be a positive integer, got {value!r}; name a decoder's")
     return value
+
+
+def longest_sequence(config: Config, where: str) -> int:
+    """Tokens of the longest sequence, as the executor has it: of longrope, those before its factors change.
+
+    Raises:
+        PlanError: It is missing, or no positive integer.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if isinstance(rope, dict) and "longrope" in (rope.get("rope_type"), rope.get("type")):
+        for values in (rope, config):
+            if values.get("original_max_position_embeddings") is not None:
+                return positive(values, "original_max_position_embeddings", where)
+    return positive(config, "max_position_embeddings", where)
 
 
 def layer_windows(config: Config, where: str) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from kvplane_client.cli.capacity import ModelShape, PlanError, group_layers, plan_capacity
 from kvplane_client.cli.main import app
-from kvplane_client.cli.model_layers import DEFAULTS, WINDOW_RULES
+from kvplane_client.cli.model_layers import DEFAULTS, UNGATED, WINDOW_RULES
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typer.testing import CliRunner
@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from executor_service import layer_groups as executor
 from executor_service.backends.base import KvGroupSpec
 from executor_service.kv_cache import KvLayout
+from executor_service.model_loader import resolve_max_model_len
 from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
 from kvmanager_service.core.kv_groups import FullAttention, SlidingWindow
 
@@ -204,6 +205,39 @@ def test_plan_parameters_of_mixtures_are_those_that_transformers_makes(model_typ
     assert ModelShape.from_config(written, model_type).num_parameters == pytest.approx(model.num_parameters(), rel=1e-3)
 
 
+@pytest.mark.parametrize("model_type", UNGATED)
+def test_plan_parameters_of_networks_without_a_gate_are_those_that_transformers_makes(model_type: str) -> None:
+    config = CONFIG_MAPPING[model_type](num_hidden_layers=4, num_key_value_heads=8, num_attention_heads=8)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    written = json.loads(config.to_json_string(use_diff=False))
+    assert ModelShape.from_config(written, model_type).num_parameters == pytest.approx(model.num_parameters(), rel=0.02)
+
+
+LONG_ROPE: dict[str, Any] = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "longest"),
+    [
+        ("phi3", {"original_max_position_embeddings": 4096, "rope_scaling": {"type": "longrope", **LONG_ROPE}}, 4096),
+        (
+            "phi3",
+            {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096, **LONG_ROPE}},
+            4096,
+        ),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 131_072),
+        ("llama", {}, 131_072),
+    ],
+)
+def test_plan_longest_sequence_is_the_executors(model_type: str, values: dict[str, Any], longest: int) -> None:
+    written = (
+        MISTRAL_7B | {"model_type": model_type, "sliding_window": None, "max_position_embeddings": 131_072} | values
+    )
+    config = transformers_config(json.loads(json.dumps(written)))
+    assert shape_of(written).max_model_len == resolve_max_model_len(config, None) == longest
+
+
 def test_plan_nested_config_is_the_decoders_with_what_its_class_knows() -> None:
     shape = shape_of(GEMMA_3_4B)
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.max_model_len) == (8, 4, 256, 131_072)
@@ -231,6 +265,7 @@ def test_plan_nested_config_is_the_decoders_with_what_its_class_knows() -> None:
         (QWEN3_30B_A3B | {"moe_layer_freq": [0, 1]}, r"expected moe_layer_freq to be a positive integer, got [0, 1]"),
         (QWEN3_30B_A3B | {"mlp_layer_types": ["sparse"]}, "got mlp_layer_types ['sparse']"),
         (QWEN3_30B_A3B | {"kv_lora_rank": 512}, "got kv_lora_rank 512"),
+        (GEMMA_3_1B | {"hidden_size_per_layer_input": 256}, "got hidden_size_per_layer_input 256"),
         (MISTRAL_7B | {"layer_types": ["chunked_attention"] * 32}, "got layer_types ['chunked_attention', "),
         (MISTRAL_7B | {"layer_types": ["full_attention"] * 31}, "expected 32 of full_attention or sliding_attention"),
         (GEMMA_3_1B | {"layer_types": ["sliding_attention"] * 26, "sliding_window": None}, "got sliding_window None"),
