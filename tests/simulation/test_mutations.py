@@ -22,6 +22,7 @@ from kvmanager_service.core.step_plan import StepPlan
 from kvmanager_service.core.swap_space import CopyPhase, HostCopy, SwapSpace
 from kvmanager_service.core.tag_outbox import Tag
 from tests.simulation.chaos import Chaos
+from tests.simulation.life import Life
 from tests.simulation.test_faults import (
     live_through_a_failed_copy,
     live_through_a_failed_twin,
@@ -555,7 +556,7 @@ def test_simulation_core_broken_on_purpose_notices(
     mutation(monkeypatch)
     for seed in seeds_for(mutation):
         try:
-            Chaos(seed, one_byte=one_byte, preemption_mode=RECOMPUTE).run()
+            Chaos(Life(seed, one_byte=one_byte, preemption_mode=RECOMPUTE)).run()
         except AssertionError:
             return
     pytest.fail(f"{mutation.__name__} went unnoticed for {MAX_SEEDS} seeds")
@@ -566,7 +567,7 @@ def test_simulation_swap_broken_on_purpose_notices(mutation: Mutation, monkeypat
     mutation(monkeypatch)
     for seed in seeds_for(mutation):
         try:
-            Chaos(seed, preemption_mode="swap", crowded=True).run()
+            Chaos(Life(seed, preemption_mode="swap", crowded=True)).run()
         except AssertionError:
             return
     pytest.fail(f"{mutation.__name__} went unnoticed for {MAX_SEEDS} seeds")
@@ -610,7 +611,7 @@ def test_simulation_free_order_reversed_is_noticed_by_the_hits_it_costs(monkeypa
     def hits() -> int:
         total = 0
         for seed in (3, 9, 10, 11):  # whose requests share prefixes
-            chaos = Chaos(seed, faults=False, one_byte=False)
+            chaos = Chaos(Life(seed, faults=False, one_byte=False))
             chaos.run()
             total += chaos.world.scheduler.stats.prefix_hits
         return total
