@@ -50,7 +50,6 @@ from kvmanager_service.core.request import (
 from kvmanager_service.core.retention import END_OF_SEQUENCE, RetentionRange
 from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig
 from kvmanager_service.core.suspects import MAX_FAILED_STEPS
-from kvmanager_service.step_message import read_execute_response
 from tests.simulation.harness import VOCAB_SIZE, Produced, World, kv_groups, pool_tokens
 from tests.simulation.life import Life
 from tests.unit.core.builders import chain_of, state_of, token_bytes
@@ -218,6 +217,8 @@ class Chaos:
                     for fault in (self._abort_swapped, self._lose_stream_that_copies)
                     if swap.random() < 0.5
                 ]
+        if faults and random.Random(f"former executors of {seed}").random() < 0.3:
+            self.fault_rates.append((self._answer_of_the_former, 0.1))
         if faults and self.has_pins:
             self.fault_rates += [(self._pin, 0.1), (self._unpin, 0.05)]
         if faults and self.has_ranges:
@@ -588,14 +589,33 @@ class Chaos:
             return
         response = self.world.executor.compute()
         damage(response, random.Random(damage_seed))
-        before = state_of(scheduler)
+        self._refuse(response)
+        self._do_lose_stream(was_computed)
+
+    def _answer_of_the_former(self) -> None:
+        if self.world.scheduler.outstanding and self.world.former_epoch:
+            self._perform("answer_of_the_former")
+
+    def _do_answer_of_the_former(self) -> None:
+        """The executor that was replaced answers in place of the other: from its own cache, so with other tokens."""
+        if not self.world.scheduler.outstanding or not self.world.former_epoch:
+            return
+        response = self.world.executor.compute()
+        response.kv_epoch = self.world.former_epoch
+        tokens = array("i", response.sampled_token_ids.data)
+        response.sampled_token_ids.data = token_bytes([(token_id + 1) % VOCAB_SIZE for token_id in tokens])
+        self._refuse(response)
+        self._do_lose_stream(0)
+
+    def _refuse(self, response: pb.ExecuteResponse) -> None:
+        """A result that is none must change nothing."""
+        before = state_of(self.world.scheduler)
         try:
-            scheduler.update(read_execute_response(response))
+            self.world.take(response)
         except BadResultError:
-            assert state_of(scheduler) == before
+            assert state_of(self.world.scheduler) == before
         else:
             raise AssertionError(f"a bad result was taken: {response}")
-        self._do_lose_stream(was_computed)
 
     def _add_duplicate(self) -> None:
         if request_id := self._any_request():

@@ -223,6 +223,7 @@ def test_simulation_many_lives_meet_every_fault_and_every_end() -> None:
         "abort_swapped",
         "add_duplicate",
         "adopt_cache",
+        "answer_of_the_former",
         "fail",
         "fail_row",
         "finish_by_stop_string",

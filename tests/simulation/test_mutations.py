@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
+from kvplane.executor.v1 import executor_service_pb2 as pb
 
 from kvmanager_service import step_message
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
@@ -186,6 +187,13 @@ def old_incarnations_are_believed(patch: pytest.MonkeyPatch) -> None:
         original(self, result)
 
     patch.setattr(Scheduler, "update", update)
+
+
+def results_of_former_executors_are_believed(patch: pytest.MonkeyPatch) -> None:
+    def read(message: pb.ExecuteResponse, kv_epoch: int) -> StepResult:
+        return step_message.read_execute_response(message, message.kv_epoch)
+
+    patch.setattr("tests.simulation.harness.read_execute_response", read)
 
 
 def preempted_request_keeps_its_tokens_on_the_way(patch: pytest.MonkeyPatch) -> None:
@@ -497,6 +505,7 @@ MUTATIONS: list[tuple[Mutation, bool | None]] = [
     (failed_rows_are_trusted, ANY_HASH),
     (fed_by_another_sample, ANY_HASH),
     (old_incarnations_are_believed, ANY_HASH),
+    (results_of_former_executors_are_believed, ANY_HASH),
     (preempted_request_keeps_its_tokens_on_the_way, ANY_HASH),
     (stop_tokens_are_never_suppressed, ANY_HASH),
     (one_token_too_many, ANY_HASH),

@@ -17,7 +17,7 @@ from kvmanager_service import step_message
 from kvmanager_service.core.block import KVCacheBlock
 from kvmanager_service.core.group_swaps import GroupSwaps
 from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
-from kvmanager_service.core.kv_groups import GroupTable, RecurrentState, SlidingWindow
+from kvmanager_service.core.kv_groups import RecurrentState, SlidingWindow
 from kvmanager_service.core.request import Request, SamplingParams
 from kvmanager_service.core.scheduler_config import PREEMPTION_MODES, SchedulerConfig
 from tests.simulation.chaos import Chaos
@@ -91,14 +91,6 @@ def state_is_resumed_where_it_was_not_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RecurrentState, "can_fork", lambda self, num_tokens, num_computed: True)
 
 
-def table_keeps_what_it_gave_back(patch: pytest.MonkeyPatch) -> None:
-    def leave(self: GroupTable, first: int) -> None:
-        self.first = first
-        self.needed_until = self._group.needed_until((first + 1) * self._block_size)
-
-    patch.setattr(GroupTable, "leave", leave)
-
-
 def windows_come_back_without_their_tails(patch: pytest.MonkeyPatch) -> None:
     original = GroupSwaps.blocks_to_fill
 
@@ -141,10 +133,8 @@ def tables_of_some_steps_sent_in_another_order(patch: pytest.MonkeyPatch) -> Non
         (window_one_token_short, "full and sliding"),
         (window_one_token_short, "short and long windows"),
         (hit_needs_its_last_block_only, "sliding only"),
-        (table_keeps_what_it_gave_back, "full and sliding"),
         (windows_come_back_without_their_tails, "sliding only"),
         (what_leaves_is_given_away_at_once, "two full"),
-        (table_keeps_what_it_gave_back, "full and states"),
         (state_goes_on_from_a_null_block, "state only"),
         (state_is_hit_in_the_step_that_leaves_it, "sliding and state"),
         (state_is_resumed_where_it_was_not_kept, "full and states"),
