@@ -61,9 +61,11 @@ soak: $(INSTALLED) ## run the tests that take minutes, those on real weights inc
 # How long, and the first seed; without one, a random one.
 SECONDS ?= 60
 SEED ?=
+# What lives are of, as a failure names it; without it each seed draws that, too.
+LIFE ?=
 .PHONY: simulate
 simulate: $(INSTALLED) ## run the fault simulation for SECONDS=60 from SEED= on; a failure prints its shortest schedule
-	$(BIN)/python -m tests.simulation.simulate --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.simulation.simulate --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(LIFE)
 
 .PHONY: check
 check: lint proto-check demo test-compiled test ## lint, contract, demo and tests: what CI runs

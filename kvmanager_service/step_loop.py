@@ -261,10 +261,8 @@ class StepLoop:
             await self._wake.wait()
 
     def _update(self, response: ExecuteResponse) -> None:
-        if response.kv_epoch != self.kv_epoch:
-            raise ExecutorLostError(f"expected a result of kv_epoch {self.kv_epoch}, got {response.kv_epoch}")
         try:
-            self._books().update(read_execute_response(response))
+            self._books().update(read_execute_response(response, self.kv_epoch))
         except BadResultError as error:
             raise ExecutorLostError(str(error)) from error
         self._got_result = True

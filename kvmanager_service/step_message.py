@@ -196,12 +196,22 @@ def _build_penalties(penalised: list[tuple[int, Request]]) -> pb.PenaltyHistorie
     )
 
 
-def read_execute_response(message: pb.ExecuteResponse) -> StepResult:
+def read_execute_response(message: pb.ExecuteResponse, kv_epoch: int) -> StepResult:
     """Read a result. Whether it fits the step is for `Scheduler.update` to say.
 
+    Args:
+        message: what the executor answered.
+        kv_epoch: of the cache that the books are about.
+
     Raises:
-        BadResultError: a column is not a whole number of values, or the logprobs' offsets do not fit the samples.
+        BadResultError: it was computed from another cache than that; a column is not a whole number of values; or the
+            logprobs' offsets do not fit the samples.
     """
+    if message.kv_epoch != kv_epoch:
+        raise BadResultError(
+            f"expected a result of kv_epoch {kv_epoch}, got step {message.step_id} of {message.kv_epoch}: it was"
+            " computed from another cache"
+        )
     try:
         return _read_execute_response(message)
     except ValueError as error:

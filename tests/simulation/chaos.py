@@ -50,8 +50,8 @@ from kvmanager_service.core.request import (
 from kvmanager_service.core.retention import END_OF_SEQUENCE, RetentionRange
 from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig
 from kvmanager_service.core.suspects import MAX_FAILED_STEPS
-from kvmanager_service.step_message import read_execute_response
 from tests.simulation.harness import VOCAB_SIZE, Produced, World, kv_groups, pool_tokens
+from tests.simulation.life import Life
 from tests.unit.core.builders import chain_of, state_of, token_bytes
 
 Operation = tuple[str, tuple[Any, ...]]
@@ -97,37 +97,20 @@ class Chaos:
     """A world, its requests and its faults, all drawn from one seed.
 
     Args:
-        seed: of everything.
-        one_byte: use a hash that collides all the time; None lets the seed choose.
-        faults: whether anything goes wrong at all.
-        num_requests: how many come; None lets the seed choose.
-        policy: the scheduler's; None lets the seed choose.
-        preemption_mode: the scheduler's; None lets the seed choose.
-        crowded: as many at once as come, and outputs as long as the pool allows: most are preempted, and often.
+        life: the seed, and what is not left to it.
         events: told of every change of the cache.
-        windows: of the model's KV groups, 0 for full attention; none is one group of full attention.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        *,
-        one_byte: bool | None = None,
-        faults: bool = True,
-        num_requests: int | None = None,
-        policy: str | None = None,
-        preemption_mode: str | None = None,
-        crowded: bool = False,
-        events: BlockEventLog | None = None,
-        windows: tuple[int, ...] = (),
-    ) -> None:
-        self.seed = seed
-        self.windows = windows
+    def __init__(self, life: Life, *, events: BlockEventLog | None = None) -> None:
+        self.life = life
+        self.windows = windows = life.windows
+        self.crowded = life.crowded
+        seed, faults = life.seed, life.faults
         self.rng = rng = random.Random(seed)
         self.block_size = rng.choice((1, 2, 3, 4, 8, 16))
         self.num_blocks = rng.choice((rng.randint(3, 12), rng.randint(8, 40))) + 4 * len(windows)
         chosen = rng.random() < 0.2
-        self.one_byte = chosen if one_byte is None else one_byte
+        self.one_byte = chosen if life.one_byte is None else life.one_byte
         self.caching = caching = rng.random() < 0.95
         budget = rng.choice((rng.randint(1, 8), rng.randint(8, 64), 4096))
         chosen_policy = rng.choice(("fcfs", "priority"))
@@ -147,21 +130,20 @@ class Chaos:
         self.has_ranges, self.has_pins = kept.random() < 0.3, kept.random() < 0.4
         eviction_policy = kept.choice((DEFAULT_EVICTION_POLICY, "priority", "priority", *EVICTION_POLICIES))
         config = SchedulerConfig(
-            policy=policy or (chosen_policy if more.random() < 0.7 else "fair"),
+            policy=life.policy or (chosen_policy if more.random() < 0.7 else "fair"),
             max_num_batched_tokens=budget,
             max_num_seqs=rng.choice((1, 3, 8, 64)),
             max_waiting=rng.choice((2, 100)),
             long_prefill_token_threshold=rng.choice((0, 0, rng.randint(1, 16))),
             watermark=rng.choice((0.0, 0.01, 0.3)),
             max_outstanding=rng.choice((1, 2)),
-            preemption_mode=preemption_mode or chosen_mode,
+            preemption_mode=life.preemption_mode or chosen_mode,
             max_pinned_fraction=kept.choice((0.25, 0.6, 1.0)),
         )
 
         if windows:
             config = dataclasses.replace(config, long_prefill_token_threshold=0)
-        self.crowded = crowded
-        if crowded:
+        if life.crowded:
             config = dataclasses.replace(
                 config, max_num_batched_tokens=swap.choice((64, 4096)), max_num_seqs=64, watermark=0.0
             )
@@ -208,7 +190,7 @@ class Chaos:
         self.stories: dict[str, Story] = {}
         self.operations: list[Operation] = []
         self.branches: dict[str, list[Story]] = {}
-        self.pending = self._draw_requests(rng.randint(5, 40) if num_requests is None else num_requests)
+        self.pending = self._draw_requests(rng.randint(5, 40) if life.num_requests is None else life.num_requests)
         self.drawn = {story.new.request_id: story for story in self.pending}
         # Each life has its own mixture of faults; most have some kinds only.
         self.fault_rates: list[tuple[Callable[[], None], float]] = []
@@ -235,6 +217,8 @@ class Chaos:
                     for fault in (self._abort_swapped, self._lose_stream_that_copies)
                     if swap.random() < 0.5
                 ]
+        if faults and random.Random(f"former executors of {seed}").random() < 0.3:
+            self.fault_rates.append((self._answer_of_the_former, 0.1))
         if faults and self.has_pins:
             self.fault_rates += [(self._pin, 0.1), (self._unpin, 0.05)]
         if faults and self.has_ranges:
@@ -605,14 +589,33 @@ class Chaos:
             return
         response = self.world.executor.compute()
         damage(response, random.Random(damage_seed))
-        before = state_of(scheduler)
+        self._refuse(response)
+        self._do_lose_stream(was_computed)
+
+    def _answer_of_the_former(self) -> None:
+        if self.world.scheduler.outstanding and self.world.former_epoch:
+            self._perform("answer_of_the_former")
+
+    def _do_answer_of_the_former(self) -> None:
+        """The executor that was replaced answers in place of the other: from its own cache, so with other tokens."""
+        if not self.world.scheduler.outstanding or not self.world.former_epoch:
+            return
+        response = self.world.executor.compute()
+        response.kv_epoch = self.world.former_epoch
+        tokens = array("i", response.sampled_token_ids.data)
+        response.sampled_token_ids.data = token_bytes([(token_id + 1) % VOCAB_SIZE for token_id in tokens])
+        self._refuse(response)
+        self._do_lose_stream(0)
+
+    def _refuse(self, response: pb.ExecuteResponse) -> None:
+        """A result that is none must change nothing."""
+        before = state_of(self.world.scheduler)
         try:
-            scheduler.update(read_execute_response(response))
+            self.world.take(response)
         except BadResultError:
-            assert state_of(scheduler) == before
+            assert state_of(self.world.scheduler) == before
         else:
             raise AssertionError(f"a bad result was taken: {response}")
-        self._do_lose_stream(was_computed)
 
     def _add_duplicate(self) -> None:
         if request_id := self._any_request():
@@ -655,15 +658,16 @@ class Chaos:
     # --- life -----------------------------------------------------------------------------------------------------
 
     def run(self) -> Counts:
-        """Live until every request has ended. Raises AssertionError, with the seed, when anything is wrong."""
+        """Live until every request has ended. Raises AssertionError, which says how to live again, or nothing."""
         try:
             self._run()
         except Exception as error:
-            raise AssertionError(f"seed {self.seed}: {type(error).__name__}: {error}") from error
+            message = f"seed {self.life.seed}: {type(error).__name__}: {error}\nagain: {self.life.command}"
+            raise AssertionError(message) from error
         return self.counts
 
     def replay(self, operations: Iterable[Operation]) -> None:
-        """Do what another life of this seed noted, or a part of that, then only work until all has ended.
+        """Do what the same life noted before, or a part of that, then only work until all has ended.
 
         What can not be done (its request has ended, no step is out) is left out. Raises whatever is wrong.
         """

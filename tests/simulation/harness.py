@@ -161,6 +161,10 @@ class World:
         token_us: microseconds that the executor says a token takes.
         copy_us: the same for the copy of a block.
         windows: of the executor's KV groups, 0 for full attention; none is one group of full attention.
+
+    Attributes:
+        kv_epoch: of the cache that the books are about.
+        former_epoch: of the one before, 0 before the executor was replaced.
     """
 
     def __init__(
@@ -182,6 +186,7 @@ class World:
         self.num_host_blocks = num_host_blocks
         self._times = token_us, copy_us
         self.executor = self._make_executor()
+        self.kv_epoch, self.former_epoch = self.executor.kv_epoch, 0
         self.make_kv = make_kv
         self.scheduler = Scheduler(self.config, make_kv(num_blocks, block_size), num_host_blocks)
         self.produced: dict[str, Produced] = {}
@@ -196,15 +201,19 @@ class World:
         sent = False
         while (step := self.scheduler.schedule()) is not None:
             sizes = table_sizes(self.scheduler.kv)
-            self.executor.send(build_execute_request(step, self.executor.kv_epoch, self.block_size, sizes))
+            self.executor.send(build_execute_request(step, self.kv_epoch, self.block_size, sizes))
             sent = True
         self.publish()
         return sent
 
     def complete(self) -> None:
         """Compute the oldest step and take its result."""
-        self.scheduler.update(read_execute_response(self.executor.compute()))
+        self.take(self.executor.compute())
         self.publish()
+
+    def take(self, response: pb.ExecuteResponse) -> None:
+        """Take a result as the manager does. Raises BadResultError for one that is not what it waits for."""
+        self.scheduler.update(read_execute_response(response, self.kv_epoch))
 
     def lose_stream(self) -> None:
         """The stream breaks; queued steps are not run."""
@@ -220,6 +229,7 @@ class World:
         self.block_size = block_size or self.block_size
         self.num_host_blocks = self.num_host_blocks if num_host_blocks is None else num_host_blocks
         self.executor = self._make_executor()
+        self.kv_epoch, self.former_epoch = self.executor.kv_epoch, self.kv_epoch
         self.scheduler.replace_cache(self.make_kv(self.num_blocks, self.block_size), self.num_host_blocks)
         self.publish()
 

@@ -1,9 +1,14 @@
 """The fault simulation for as long as there is time: one seed after another, each another life.
 
-    python -m tests.simulation.simulate [--seconds 60] [--seed N]      (make simulate SECONDS=60 SEED=N)
+    python -m tests.simulation.simulate [--seconds 60] [--seed N] [OPTIONS]
+    make simulate SECONDS=60 SEED=N LIFE="OPTIONS"
 
-A failure ends it with 1, and prints the seed, what was wrong, and a shortest schedule that fails, which
-`Chaos(seed).replay` takes as it is printed.
+Each seed draws what its life is of: the model's KV groups, and whether the pool is crowded, beside all that is drawn in
+it. With OPTIONS (`--help` lists them) it is of what they say. Whatever fails in a life, here or in a test, names
+the command that lives it again.
+
+A failure ends it with 1, and prints that command, what was wrong, and a shortest schedule that fails, which
+`chaos_of(life).replay` takes as it is printed.
 """
 
 from __future__ import annotations
@@ -17,19 +22,26 @@ import time
 import structlog
 
 from tests.simulation.chaos import Chaos, Operation
+from tests.simulation.followed import FollowedChaos
+from tests.simulation.life import Life, add_options, given_life
 from tests.simulation.shrink import shrink
 
 
-def failure_of(seed: int, operations: list[Operation], *, one_byte: bool | None = None) -> Exception | None:
+def chaos_of(life: Life) -> Chaos:
+    """The life from its beginning."""
+    return Chaos(life) if life.follower_ring is None else FollowedChaos(life)
+
+
+def failure_of(life: Life, operations: list[Operation]) -> Exception | None:
     """What goes wrong when these operations are replayed, None when all is well."""
     try:
-        Chaos(seed, one_byte=one_byte).replay(operations)
+        chaos_of(life).replay(operations)
     except Exception as error:  # noqa: BLE001 - a core that breaks may raise anything, and that is the finding
         return error
     return None
 
 
-def shortest_schedule(seed: int, operations: list[Operation], *, one_byte: bool | None = None) -> list[Operation]:
+def shortest_schedule(life: Life, operations: list[Operation]) -> list[Operation]:
     """The part of a failing life's operations that its failure, or another one, needs.
 
     Returns:
@@ -37,21 +49,20 @@ def shortest_schedule(seed: int, operations: list[Operation], *, one_byte: bool 
     """
 
     def fails(part: list[Operation]) -> bool:
-        return failure_of(seed, part, one_byte=one_byte) is not None
+        return failure_of(life, part) is not None
 
     return shrink(operations, fails) if fails(operations) else operations
 
 
 def report(chaos: Chaos, error: AssertionError) -> str:
     """Everything one needs to see the failure again."""
-    schedule = shortest_schedule(chaos.seed, chaos.operations)
-    again = failure_of(chaos.seed, schedule)
+    schedule = shortest_schedule(chaos.life, chaos.operations)
+    again = failure_of(chaos.life, schedule)
     lines = [
         f"{error}",
-        f"seed {chaos.seed}: block_size {chaos.block_size}, num_blocks {chaos.num_blocks}, {chaos.world.config}",
+        f"{chaos.life}: block_size {chaos.block_size}, num_blocks {chaos.num_blocks}, {chaos.world.config}",
         f"{len(schedule)} of {len(chaos.operations)} operations still fail: {again!r}",
         *(f"    {operation}," for operation in schedule),
-        f"again: make simulate SEED={chaos.seed} SECONDS=0",
     ]
     return "\n".join(lines)
 
@@ -61,11 +72,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60, help="how long; the seed under way is finished")
     parser.add_argument("--seed", type=int, default=None, help="the first seed; without it a random one")
+    add_options(parser)
     arguments = parser.parse_args()
     seed = first = random.SystemRandom().getrandbits(31) if arguments.seed is None else arguments.seed
     end = time.monotonic() + arguments.seconds
     while True:
-        chaos = Chaos(seed)
+        chaos = chaos_of(given_life(seed, arguments))
         try:
             chaos.run()
         except AssertionError as error:

@@ -1,6 +1,7 @@
 """Lives full of faults: whatever is lost, replaced, aborted or damaged, outputs are the oracle's and no block is lost.
 
-KVPLANE_SIMULATION_SEEDS is how many seeds are run, KVPLANE_SIMULATION_SEED is the first: a failure names its seed.
+KVPLANE_SIMULATION_SEEDS is how many seeds are run, KVPLANE_SIMULATION_SEED is the first. A failure names the command
+that lives the same life again and shrinks it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import SchedulerStats
 from tests.simulation.chaos import Chaos, Counts
 from tests.simulation.harness import VOCAB_SIZE, World
+from tests.simulation.life import Life
 from tests.unit.core.builders import make_new
 
 FIRST_SEED = int(os.environ.get("KVPLANE_SIMULATION_SEED", "1"))
@@ -27,13 +29,13 @@ NUM_SEEDS = int(os.environ.get("KVPLANE_SIMULATION_SEEDS", "40"))
 @cache
 def counts_of(seed: int) -> Counts:
     """What happened in a life; a seed is always the same life, so it is lived once."""
-    return Chaos(seed).run()
+    return Chaos(Life(seed)).run()
 
 
 @cache
 def crowded_counts_of(seed: int, mode: str) -> tuple[Counts, SchedulerStats]:
     """The same of a life in a crowded pool."""
-    chaos = Chaos(seed, preemption_mode=mode, crowded=True)
+    chaos = Chaos(Life(seed, preemption_mode=mode, crowded=True))
     return chaos.run(), chaos.world.scheduler.stats
 
 
@@ -45,7 +47,7 @@ def test_simulation_random_faults_every_output_is_the_oracles(seed: int) -> None
 @pytest.mark.parametrize("seed", range(FIRST_SEED + 1000, FIRST_SEED + 1000 + NUM_SEEDS // 2))
 def test_simulation_fair_policy_every_request_of_every_tenant_ends(seed: int) -> None:
     """Three tenants, whatever fails: a life that does not come to an end is an error of its own."""
-    Chaos(seed, policy="fair").run()
+    Chaos(Life(seed, policy="fair")).run()
 
 
 @pytest.mark.patches_core
@@ -67,7 +69,7 @@ def test_simulation_request_is_admitted_whenever_a_lookup_finds_enough(
 
     monkeypatch.setattr(KVCacheManager, "allocate_sequence", checked)
     for seed in range(FIRST_SEED, FIRST_SEED + NUM_SEEDS // 4):
-        Chaos(seed, one_byte=one_byte).run()
+        Chaos(Life(seed, one_byte=one_byte)).run()
     assert answers[True, True] > 0, "hits made up for blocks that were lacking"
     assert answers[False, True] > 0
 
@@ -221,6 +223,7 @@ def test_simulation_many_lives_meet_every_fault_and_every_end() -> None:
         "abort_swapped",
         "add_duplicate",
         "adopt_cache",
+        "answer_of_the_former",
         "fail",
         "fail_row",
         "finish_by_stop_string",

@@ -102,7 +102,11 @@ def groups_share_contents(patch: pytest.MonkeyPatch) -> None:
 
 
 def table_keeps_what_it_gave_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GroupTable, "leave", lambda self, first: setattr(self, "first", first))
+    def leave(self: GroupTable, first: int) -> None:
+        self.first = first
+        self.needed_until = self._group.needed_until((first + 1) * self._block_size)
+
+    patch.setattr(GroupTable, "leave", leave)
 
 
 def nobody_relies_on_what_failed(patch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
+from kvplane.executor.v1 import executor_service_pb2 as pb
 
 from kvmanager_service import step_message
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
@@ -22,6 +23,7 @@ from kvmanager_service.core.step_plan import StepPlan
 from kvmanager_service.core.swap_space import CopyPhase, HostCopy, SwapSpace
 from kvmanager_service.core.tag_outbox import Tag
 from tests.simulation.chaos import Chaos
+from tests.simulation.life import Life
 from tests.simulation.test_faults import (
     live_through_a_failed_copy,
     live_through_a_failed_twin,
@@ -185,6 +187,13 @@ def old_incarnations_are_believed(patch: pytest.MonkeyPatch) -> None:
         original(self, result)
 
     patch.setattr(Scheduler, "update", update)
+
+
+def results_of_former_executors_are_believed(patch: pytest.MonkeyPatch) -> None:
+    def read(message: pb.ExecuteResponse, kv_epoch: int) -> StepResult:
+        return step_message.read_execute_response(message, message.kv_epoch)
+
+    patch.setattr("tests.simulation.harness.read_execute_response", read)
 
 
 def preempted_request_keeps_its_tokens_on_the_way(patch: pytest.MonkeyPatch) -> None:
@@ -430,10 +439,14 @@ def host_memory_outlives_its_executor(patch: pytest.MonkeyPatch) -> None:
 
     def replace_cache(self: Scheduler, kv: KVCacheManager, num_host_blocks: int = 0) -> None:
         before = self.swap_space
-        original(self, kv, num_host_blocks)
-        if before is not None and before.num_host_blocks == num_host_blocks and kv.block_size == before._kv.block_size:
-            before._kv = kv
-            self.residency.swap_space = before
+        if before is None or (before.num_host_blocks, before._kv.block_size) != (num_host_blocks, kv.block_size):
+            original(self, kv, num_host_blocks)
+            return
+        with patch.context() as inner:
+            inner.setattr(SwapSpace, "forget_all", lambda self: None)
+            original(self, kv, num_host_blocks)
+        before._kv = kv
+        self.residency.swap_space = before
 
     patch.setattr(Scheduler, "replace_cache", replace_cache)
 
@@ -496,6 +509,7 @@ MUTATIONS: list[tuple[Mutation, bool | None]] = [
     (failed_rows_are_trusted, ANY_HASH),
     (fed_by_another_sample, ANY_HASH),
     (old_incarnations_are_believed, ANY_HASH),
+    (results_of_former_executors_are_believed, ANY_HASH),
     (preempted_request_keeps_its_tokens_on_the_way, ANY_HASH),
     (stop_tokens_are_never_suppressed, ANY_HASH),
     (one_token_too_many, ANY_HASH),
@@ -537,7 +551,7 @@ NOTICED_BY: dict[Mutation, int] = {
     places_of_branches_are_not_kept: 11,
     pins_keep_what_a_failed_row_put_in_doubt: 10,
     swapped_request_has_computed_one_token_more: 36,
-    host_memory_outlives_its_executor: 14,
+    host_memory_outlives_its_executor: 19,
 }
 """Where seeds before it live on, and long, the first that notices; a seed that no longer does is followed by others."""
 
@@ -555,7 +569,7 @@ def test_simulation_core_broken_on_purpose_notices(
     mutation(monkeypatch)
     for seed in seeds_for(mutation):
         try:
-            Chaos(seed, one_byte=one_byte, preemption_mode=RECOMPUTE).run()
+            Chaos(Life(seed, one_byte=one_byte, preemption_mode=RECOMPUTE)).run()
         except AssertionError:
             return
     pytest.fail(f"{mutation.__name__} went unnoticed for {MAX_SEEDS} seeds")
@@ -566,7 +580,7 @@ def test_simulation_swap_broken_on_purpose_notices(mutation: Mutation, monkeypat
     mutation(monkeypatch)
     for seed in seeds_for(mutation):
         try:
-            Chaos(seed, preemption_mode="swap", crowded=True).run()
+            Chaos(Life(seed, preemption_mode="swap", crowded=True)).run()
         except AssertionError:
             return
     pytest.fail(f"{mutation.__name__} went unnoticed for {MAX_SEEDS} seeds")
@@ -610,7 +624,7 @@ def test_simulation_free_order_reversed_is_noticed_by_the_hits_it_costs(monkeypa
     def hits() -> int:
         total = 0
         for seed in (3, 9, 10, 11):  # whose requests share prefixes
-            chaos = Chaos(seed, faults=False, one_byte=False)
+            chaos = Chaos(Life(seed, faults=False, one_byte=False))
             chaos.run()
             total += chaos.world.scheduler.stats.prefix_hits
         return total

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
+import shlex
+from typing import Any
+
 import pytest
 
 from tests.simulation import simulate
 from tests.simulation.chaos import Chaos
+from tests.simulation.life import MODELS, Life, add_options, given_life
 from tests.simulation.shrink import shrink
-from tests.simulation.simulate import failure_of, shortest_schedule
+from tests.simulation.simulate import chaos_of, failure_of, shortest_schedule
 from tests.simulation.test_mutations import (
     Mutation,
     freed_blocks_keep_a_reference,
     hit_is_not_taken_out_of_the_free_queue,
     provisional_blocks_survive_lost_steps,
 )
+from tests.simulation.test_windows import window_one_token_short
+
+LIVES = [
+    Life(2),
+    Life(3),
+    Life(5),
+    Life(3, MODELS["full and sliding"], follower_ring=4),
+    Life(5, MODELS["sliding and state"], crowded=True, num_requests=12, preemption_mode="swap"),
+]
 
 
 def test_shrink_two_items_that_fail_together_are_what_is_left() -> None:
@@ -35,73 +49,115 @@ def test_shrink_failure_that_needs_everything_keeps_the_order() -> None:
     assert shrink([3, 1, 2], lambda part: len(part) == 3) == [3, 1, 2]
 
 
-@pytest.mark.parametrize("seed", [2, 3, 5, 7, 11, 13])
-def test_replay_all_operations_of_a_life_is_the_same_life(seed: int) -> None:
-    chaos = Chaos(seed)
+@pytest.mark.parametrize("life", [*LIVES, Life(7), Life(11), Life(13)])
+def test_replay_all_operations_of_a_life_is_the_same_life(life: Life) -> None:
+    chaos = chaos_of(life)
     chaos.run()
-    again = Chaos(seed)
+    again = chaos_of(life)
     again.replay(chaos.operations)
     assert repr(again.world.produced) == repr(chaos.world.produced)
     assert again.world.scheduler.stats == chaos.world.scheduler.stats
 
 
-@pytest.mark.parametrize("seed", [2, 3, 5])
-def test_replay_any_part_of_a_healthy_life_is_healthy(seed: int) -> None:
+@pytest.mark.parametrize("life", LIVES)
+def test_replay_any_part_of_a_healthy_life_is_healthy(life: Life) -> None:
     """Otherwise shrinking would find failures of its own making."""
-    chaos = Chaos(seed)
+    chaos = chaos_of(life)
     chaos.run()
     for step in (2, 3, 5):
         for first in range(step):
-            assert failure_of(seed, chaos.operations[first::step]) is None
+            assert failure_of(life, chaos.operations[first::step]) is None
+
+
+def run_simulate(monkeypatch: pytest.MonkeyPatch, command: str) -> int:
+    """Run what a failure names, but for make: `make simulate SECONDS=0 SEED=4 LIFE="..."`."""
+    variables = dict(word.split("=", 1) for word in shlex.split(command) if "=" in word)
+    arguments = ["--seconds", variables["SECONDS"], "--seed", variables["SEED"], *variables["LIFE"].split()]
+    monkeypatch.setattr("sys.argv", ["simulate", *arguments])
+    return simulate.main()
+
+
+@pytest.mark.parametrize(
+    "life",
+    [
+        *LIVES,
+        Life(1, (-1, 0), one_byte=True, faults=False, policy="fair", preemption_mode="auto", follower_ring=1_000),
+        Life(2, one_byte=False, num_requests=3, policy="fcfs"),
+    ],
+)
+def test_life_as_options_is_the_same_life(life: Life) -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    assert given_life(life.seed, parser.parse_args(life.options)) == life
+
+
+def test_life_without_options_is_drawn_and_of_every_kind() -> None:
+    lives = [given_life(seed, argparse.Namespace(seed=1, seconds=0)) for seed in range(100)]
+    assert {life.windows for life in lives} == {(), *MODELS.values()}
+    assert {(bool(life.windows), life.crowded) for life in lives} == {
+        (a, b) for a in (False, True) for b in (False, True)
+    }
+    assert {life.follower_ring for life in lives} == {None, 4, 1_000}
 
 
 @pytest.mark.patches_core
 @pytest.mark.parametrize(
-    ("mutation", "longest"),
+    ("mutation", "life", "longest"),
     [
-        (freed_blocks_keep_a_reference, 2),
-        (hit_is_not_taken_out_of_the_free_queue, 6),
-        (provisional_blocks_survive_lost_steps, 8),
+        (freed_blocks_keep_a_reference, {}, 2),
+        (hit_is_not_taken_out_of_the_free_queue, {}, 6),
+        (provisional_blocks_survive_lost_steps, {}, 8),
+        (window_one_token_short, {"windows": MODELS["full and sliding"]}, 8),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_shortest_schedule_broken_core_is_minimal_and_fails_for_that_reason(
-    mutation: Mutation, longest: int, monkeypatch: pytest.MonkeyPatch
+    mutation: Mutation, life: dict[str, Any], longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         mutation(patch)
         for seed in range(1, 100):
-            chaos = Chaos(seed)
+            chaos = Chaos(Life(seed, **life))
             try:
                 chaos.run()
             except AssertionError:
                 break
         else:
             pytest.fail("no seed notices")
-        schedule = shortest_schedule(seed, chaos.operations)
+        schedule = shortest_schedule(chaos.life, chaos.operations)
         assert len(schedule) <= longest
-        assert failure_of(seed, schedule) is not None
+        assert failure_of(chaos.life, schedule) is not None
         for index in range(len(schedule)):
-            assert failure_of(seed, schedule[:index] + schedule[index + 1 :]) is None
-    assert failure_of(seed, schedule) is None, "the core as it is passes the same schedule"
+            assert failure_of(chaos.life, schedule[:index] + schedule[index + 1 :]) is None
+    assert failure_of(chaos.life, schedule) is None, "the core as it is passes the same schedule"
 
 
 @pytest.mark.patches_core
-def test_simulate_broken_core_prints_seed_and_schedule(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("mutation", "life"),
+    [
+        (freed_blocks_keep_a_reference, Life(4)),
+        (window_one_token_short, Life(4, MODELS["full and sliding"], crowded=True, num_requests=12)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_simulate_command_that_a_failure_names_finds_and_shrinks_it(
+    mutation: Mutation, life: Life, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    freed_blocks_keep_a_reference(monkeypatch)
-    monkeypatch.setattr("sys.argv", ["simulate", "--seconds", "0", "--seed", "4"])
-    assert simulate.main() == 1
+    """As if a test had met it: its message is all that one has."""
+    mutation(monkeypatch)
+    with pytest.raises(AssertionError) as caught:
+        Chaos(life).run()
+    told, command = str(caught.value).rsplit("\nagain: ", 1)
+    assert run_simulate(monkeypatch, command) == 1
     printed = capsys.readouterr().out
-    assert "seed 4" in printed
+    assert f"{told}\nagain: {command}\n{life}: block_size" in printed
+    assert "operations still fail" in printed
     assert "('add', ('r" in printed
-    assert "make simulate SEED=4" in printed
 
 
 def test_simulate_sound_core_says_which_seeds_it_ran(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["simulate", "--seconds", "0", "--seed", "4"])
-    assert simulate.main() == 0
+    assert run_simulate(monkeypatch, "make simulate SECONDS=0 SEED=4 LIFE=") == 0
     assert "seeds 4 to 4" in capsys.readouterr().out

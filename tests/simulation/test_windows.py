@@ -12,36 +12,25 @@ from collections import Counter
 import pytest
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
-from executor_service.backends.base import STATE
 from executor_service.backends.sim_digest import expected_tokens
 from kvmanager_service import step_message
 from kvmanager_service.core.block import KVCacheBlock
 from kvmanager_service.core.group_swaps import GroupSwaps
 from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
-from kvmanager_service.core.kv_groups import GroupTable, RecurrentState, SlidingWindow
+from kvmanager_service.core.kv_groups import RecurrentState, SlidingWindow
 from kvmanager_service.core.request import Request, SamplingParams
 from kvmanager_service.core.scheduler_config import PREEMPTION_MODES, SchedulerConfig
 from tests.simulation.chaos import Chaos
 from tests.simulation.harness import VOCAB_SIZE, World, kv_groups
+from tests.simulation.life import MODELS, Life
 from tests.simulation.test_faults import FIRST_SEED, NUM_SEEDS
 from tests.unit.core.builders import make_new
-
-MODELS = {
-    "full and sliding": (0, 10),
-    "sliding only": (12,),
-    "short and long windows": (2, 33),
-    "two full": (0, 0),
-    "full and many sliding": (0, 7, 7, 16),
-    "state only": (STATE,),
-    "full and states": (0, STATE, STATE, STATE),
-    "sliding and state": (9, STATE),
-}
 
 
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_SEEDS // 4))
 @pytest.mark.parametrize("model", MODELS)
 def test_windows_random_faults_every_output_is_the_oracles(model: str, seed: int) -> None:
-    Chaos(seed, windows=MODELS[model]).run()
+    Chaos(Life(seed, windows=MODELS[model])).run()
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -50,9 +39,10 @@ def test_windows_crowded_pool_every_output_is_the_oracles_and_faults_are_met(mod
     met: Counter[str] = Counter()
     for index in range(9):
         mode = PREEMPTION_MODES[index % len(PREEMPTION_MODES)]
-        life = Chaos(FIRST_SEED + index, windows=MODELS[model], crowded=True, num_requests=12, preemption_mode=mode)
-        met.update(life.run().faults)
-        stats = life.world.scheduler.stats
+        life = Life(FIRST_SEED + index, MODELS[model], crowded=True, num_requests=12, preemption_mode=mode)
+        chaos = Chaos(life)
+        met.update(chaos.run().faults)
+        stats = chaos.world.scheduler.stats
         met.update(preempted=stats.preemptions, hit=stats.prefix_hits, left=stats.swapped_out, back=stats.swapped_in)
     for event in ("preempted", "hit", "left", "back", "pin", "adopt_cache", "lose_stream", "fail_row"):
         assert met[event], f"{event} was never met: {dict(met)}"
@@ -101,10 +91,6 @@ def state_is_resumed_where_it_was_not_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RecurrentState, "can_fork", lambda self, num_tokens, num_computed: True)
 
 
-def table_keeps_what_it_gave_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GroupTable, "leave", lambda self, first: setattr(self, "first", first))
-
-
 def windows_come_back_without_their_tails(patch: pytest.MonkeyPatch) -> None:
     original = GroupSwaps.blocks_to_fill
 
@@ -147,10 +133,8 @@ def tables_of_some_steps_sent_in_another_order(patch: pytest.MonkeyPatch) -> Non
         (window_one_token_short, "full and sliding"),
         (window_one_token_short, "short and long windows"),
         (hit_needs_its_last_block_only, "sliding only"),
-        (table_keeps_what_it_gave_back, "full and sliding"),
         (windows_come_back_without_their_tails, "sliding only"),
         (what_leaves_is_given_away_at_once, "two full"),
-        (table_keeps_what_it_gave_back, "full and states"),
         (state_goes_on_from_a_null_block, "state only"),
         (state_is_hit_in_the_step_that_leaves_it, "sliding and state"),
         (state_is_resumed_where_it_was_not_kept, "full and states"),
@@ -167,5 +151,5 @@ def test_windows_mutation_is_noticed(mutation: object, model: str, monkeypatch: 
 
 def _live_often(model: str) -> None:
     for seed in range(1, 40):
-        Chaos(seed, windows=MODELS[model]).run()
-        Chaos(seed, windows=MODELS[model], preemption_mode="swap", crowded=True, num_requests=12).run()
+        Chaos(Life(seed, windows=MODELS[model])).run()
+        Chaos(Life(seed, windows=MODELS[model], preemption_mode="swap", crowded=True, num_requests=12)).run()

@@ -101,7 +101,8 @@ class Pair:
         outcome = self.session.run(request.step_id, parse_step(request, self.limits), self.sampled)
         self.sampled = outcome.sampled_token_ids
         response = build_response(request.step_id, self.limits.kv_epoch, outcome, compute_us=0, queue_us=0)
-        self.scheduler.update(read_execute_response(pb.ExecuteResponse.FromString(response.SerializeToString())))
+        message = pb.ExecuteResponse.FromString(response.SerializeToString())
+        self.scheduler.update(read_execute_response(message, self.limits.kv_epoch))
         for output in self.scheduler.take_outputs():
             self.outputs.setdefault(output.request_id, []).extend(output.token_ids)
             if output.finish_reason is not None:

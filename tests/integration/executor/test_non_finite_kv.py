@@ -64,7 +64,8 @@ class Pair:
         request = pb.ExecuteRequest.FromString(message)
         outcome = self.session.run(request.step_id, parse_step(request, self.limits), np.empty(0, np.int32))
         response = build_response(request.step_id, self.limits.kv_epoch, outcome, compute_us=0, queue_us=0)
-        self.scheduler.update(read_execute_response(pb.ExecuteResponse.FromString(response.SerializeToString())))
+        answer = pb.ExecuteResponse.FromString(response.SerializeToString())
+        self.scheduler.update(read_execute_response(answer, self.limits.kv_epoch))
         self.scheduler.check_integrity()
         return step, {output.request_id: output for output in self.scheduler.take_outputs()}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Container
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +53,8 @@ class ScriptedExecutor(pb_grpc.ExecutorServiceServicer):
         steps: the steps it was sent.
         compute: set while steps are answered.
         streams_to_lose: how many streams end with a step unanswered, from now on.
+        steps_of_another_cache: ids of the steps that it answers as one does whose cache is another than the step's:
+            under another epoch, and with token 8.
         stops_with: the ErrorInfo reason that such streams end with, UNAVAILABLE; "" ends them as if all were well.
         hangs_in: the name of a method that never answers.
         called: the methods that were called while it was brought up, in order.
@@ -67,6 +69,7 @@ class ScriptedExecutor(pb_grpc.ExecutorServiceServicer):
         self.compute = asyncio.Event()
         self.compute.set()
         self.streams_to_lose = 0
+        self.steps_of_another_cache: Container[int] = ()
         self.stops_with = ""
         self.hangs_in = ""
         self.called: list[str] = []
@@ -108,7 +111,10 @@ class ScriptedExecutor(pb_grpc.ExecutorServiceServicer):
                 if self.stops_with:
                     await stop(context, self.stops_with)
                 return
-            yield answer(step)
+            if step.step_id in self.steps_of_another_cache:
+                yield answer(step, kv_epoch=step.kv_epoch + 1, token_id=8)
+            else:
+                yield answer(step)
 
 
 async def stop(context: Any, reason: str) -> None:
@@ -118,14 +124,14 @@ async def stop(context: Any, reason: str) -> None:
     await context.abort_with_status(rpc_status.to_status(status))
 
 
-def answer(step: pb.ExecuteRequest) -> pb.ExecuteResponse:
-    """What an executor answers when all goes well."""
+def answer(step: pb.ExecuteRequest, *, kv_epoch: int | None = None, token_id: int = 7) -> pb.ExecuteResponse:
+    """What an executor answers when all goes well; kv_epoch None is the step's."""
     indptr, positions = array("i", step.query_indptr.data), array("i", step.positions.data)
     num_samples = len(array("i", step.sampling.rows.data))
     return pb.ExecuteResponse(
         step_id=step.step_id,
-        kv_epoch=step.kv_epoch,
-        sampled_token_ids=Int32Array(data=array("i", [7] * num_samples).tobytes()),
+        kv_epoch=step.kv_epoch if kv_epoch is None else kv_epoch,
+        sampled_token_ids=Int32Array(data=array("i", [token_id] * num_samples).tobytes()),
         computed_upto=Int32Array(data=array("i", [positions[end - 1] + 1 for end in indptr[1:]]).tobytes()),
     )
 

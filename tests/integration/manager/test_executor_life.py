@@ -268,3 +268,33 @@ async def test_step_stream_tells_an_orderly_end_from_another() -> None:
             await stream.close()
             await connection.close()
     assert ends == [ExecutorGoneError, ExecutorLostError]
+
+
+# --- an answer from another cache -------------------------------------------------------------------------------------
+
+
+async def test_executor_that_answers_a_step_from_another_cache_is_not_believed_and_the_step_runs_anew() -> None:
+    """All else of the answer is as it should be: nothing but its epoch tells."""
+    async with running_split(ScriptedExecutor()) as split:
+        await serving(split.engine)
+        split.executor.steps_of_another_cache = (2,)
+        assert await compute(split.engine, "a") == [7, 7]
+        assert {step.step_id for step in split.executor.steps} > {1, 2, 3}
+        assert split.engine.stats().steps_failed == 1
+        assert split.engine.stats().state is ManagerState.SERVING
+
+
+async def test_executor_whose_cache_becomes_another_amid_a_request_the_next_one_goes_on_with_it() -> None:
+    stale, sound = ScriptedExecutor(), ScriptedExecutor()
+    stale.steps_of_another_cache = range(5, 1_000_000)
+    sound.kv_cache.kv_epoch = 3
+    async with listening(stale) as first, listening(sound) as second, running_engine(first) as (engine, registry):
+        await serving(engine)
+        registry.register("executor-1", second)
+        sink = Sink()
+        engine.submit(make_new("a", 6, max_tokens=20), sink)
+        await until(lambda: sink.last is not None)
+        assert sink.token_ids == [7] * 20
+        lost, active = registry.records()
+        assert active.state is ExecutorState.ACTIVE
+        assert lost.last_error == "expected a result of kv_epoch 1, got step 5 of 2: it was computed from another cache"

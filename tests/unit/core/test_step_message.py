@@ -251,7 +251,7 @@ def test_build_execute_request_distrusted_block_loses_its_tag() -> None:
 
 def make_response(**columns: object) -> pb.ExecuteResponse:
     """A good response with two samples; columns replace its own."""
-    values = {"step_id": 5, "sampled_token_ids": column(7, 8), "computed_upto": column(4, 9)} | columns
+    values = {"step_id": 5, "kv_epoch": 77, "sampled_token_ids": column(7, 8), "computed_upto": column(4, 9)} | columns
     return pb.ExecuteResponse(**values)
 
 
@@ -269,7 +269,7 @@ def test_read_execute_response_columns_are_read() -> None:
     response.row_errors.add(row=1, reason="NON_FINITE_LOGITS", message="nan")
     response.row_errors.add(row=0)
     response.compute_us, response.copy_us = 900, 80
-    result = read_execute_response(response)
+    result = read_execute_response(response, 77)
     assert (result.step_id, list(result.sampled), list(result.computed_upto)) == (5, [7, 8], [4, 9])
     assert (result.compute_us, result.copy_us) == (900, 80)
     assert result.logprobs == {1: TokenLogprobs((100, 101), (-0.5, -0.5))}
@@ -283,7 +283,7 @@ def test_read_execute_response_long_message_of_a_failed_row_is_cut() -> None:
     response = make_response()
     response.row_errors.add(row=0, reason="R" * 64, message="x" * 1_000_000)
     response.row_errors.add(row=1, reason="R" * MAX_REASON_CHARS, message="\U0001f600" * MAX_ERROR_CHARS)
-    errors = read_execute_response(response).errors
+    errors = read_execute_response(response, 77).errors
     assert (errors[0].reason, str(errors[0])) == ("R" * 62 + "…", "x" * (MAX_ERROR_CHARS - 1) + "…")
     assert (errors[1].reason, str(errors[1])) == ("R" * MAX_REASON_CHARS, "\U0001f600" * MAX_ERROR_CHARS)
 
@@ -306,7 +306,12 @@ def test_read_execute_response_long_message_of_a_failed_row_is_cut() -> None:
 )
 def test_read_execute_response_malformed_column_raises(response: pb.ExecuteResponse) -> None:
     with pytest.raises(BadResultError, match="well-formed result of step 5"):
-        read_execute_response(response)
+        read_execute_response(response, 77)
+
+
+def test_read_execute_response_of_another_cache_raises() -> None:
+    with pytest.raises(BadResultError, match="of kv_epoch 78, got step 5 of 77: it was computed from another cache"):
+        read_execute_response(make_response(), 78)
 
 
 def test_build_execute_request_rows_name_their_adapters_and_a_step_without_any_names_none() -> None:
