@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from kvplane_client.conformance.runner import selected
 
 from executor_service.server import running_executor
 from tests.conformance import broken_backends as backends
 from tests.conformance import broken_wire as wires
-from tests.conformance.trial import COMPUTING, WINDOWS, failures, sim_config, skipped, tried
+from tests.conformance.trial import COMPUTING, NEED_GROUPS, WINDOWS, failures, sim_config, skipped, tried
 
 # What is tried, and what of it must fail.
 BACKENDS = {
@@ -70,7 +69,6 @@ NEED_LOGITS = {
     "numerics/long_decode",
     "numerics/mixed_batch",
 }
-NEED_GROUPS = {case.name for case in selected(["groups/", "windows/"])}
 
 
 @pytest.mark.parametrize("fault", BACKENDS, ids=lambda fault: fault.__name__)

@@ -11,7 +11,16 @@ from kvplane_client.conformance.reference_model import ReferenceModel, write_mod
 
 from executor_service.config import ExecutorConfig
 from executor_service.server import running_executor
-from tests.conformance.trial import BLOCK_SIZE, COMPUTING, NUM_BLOCKS, NUM_HOST_BLOCKS, failures, skipped, tried
+from tests.conformance.trial import (
+    BLOCK_SIZE,
+    COMPUTING,
+    NEED_GROUPS,
+    NUM_BLOCKS,
+    NUM_HOST_BLOCKS,
+    failures,
+    skipped,
+    tried,
+)
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "numpy_backend"
 
@@ -46,7 +55,7 @@ async def test_conformance_of_numpy_example_passes_with_numerics(model, numpy_ba
         judge, results = await tried(server.address, model=ReferenceModel(model))
     assert judge.name == "the reference model in NumPy"
     assert failures(results) == {}
-    assert skipped(results) == set()
+    assert skipped(results) == NEED_GROUPS
 
 
 async def test_conformance_of_numpy_example_as_its_own_judge_passes(model, numpy_backend):
@@ -74,7 +83,7 @@ async def test_conformance_of_torch_executor_passes_with_numerics(model):
     async with running_executor(config("torch", model, dtype="float32")) as server:
         _, results = await tried(server.address, COMPUTING, model=ReferenceModel(model))
     assert failures(results) == {}
-    assert skipped(results) == set()
+    assert skipped(results) == NEED_GROUPS
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -82,7 +91,7 @@ async def test_conformance_of_torch_executor_of_two_ranks_passes_with_numerics(m
     async with running_executor(config("torch", model, dtype="float32", tensor_parallel_size=2)) as server:
         _, results = await tried(server.address, COMPUTING, model=ReferenceModel(model))
     assert failures(results) == {}
-    assert skipped(results) == set()
+    assert skipped(results) == NEED_GROUPS
 
 
 @pytest.mark.filterwarnings("ignore")

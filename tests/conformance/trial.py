@@ -21,6 +21,8 @@ VOCAB_SIZE = 1000
 ANSWER_WITHIN_S = 60.0
 # Where arithmetic, tables and copies are at work.
 COMPUTING = ("tables/", "groups/", "windows/", "rows/", "cache/", "feeds/", "copies/", "sampling/", "numerics/")
+NEED_GROUPS = {case.name for case in selected(["groups/", "windows/"])}
+"""What is skipped of an executor with one KV group."""
 
 
 def sim_config(windows: Sequence[int] = (), **values: object) -> ExecutorConfig:
