@@ -314,6 +314,9 @@ class StepResult:
     failures: Sequence[RowFailure] = ()
 
 
+_NO_ADAPTERS = "{}: expected max_adapters of 0 in ModelInfo, or a method {}"
+
+
 class Backend(ABC):
     """What an executor computes with.
 
@@ -397,11 +400,11 @@ class Backend(ABC):
             adapter_id: at least 1; one that was never used before.
             content: the adapter.
         """
-        raise NotImplementedError
+        raise NotImplementedError(_NO_ADAPTERS.format(type(self).__name__, "load_adapter"))
 
     def unload_adapter(self, adapter_id: int) -> None:
         """Give back the memory of a loaded adapter; no step names it any more."""
-        raise NotImplementedError
+        raise NotImplementedError(_NO_ADAPTERS.format(type(self).__name__, "unload_adapter"))
 
     def close(self) -> None:
         """Give back memory and devices. Called once, last; the default does nothing."""
