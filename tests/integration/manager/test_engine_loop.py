@@ -172,6 +172,16 @@ async def test_engine_refuses_by_the_reason_of_its_state() -> None:
     assert caught.value.reason == "DRAINING"
 
 
+async def test_engine_between_two_executors_has_none_to_load_an_adapter_into() -> None:
+    """The connection is taken back before the state changes."""
+    async with running_split(ScriptedExecutor()) as split:
+        await serving(split)
+        split.engine._adapters.take_back()
+        with pytest.raises(UnavailableError, match="without an executor") as caught:
+            await split.engine.load_adapter("a", "/a")
+        assert caught.value.reason == "NO_EXECUTOR"
+
+
 @pytest.mark.patches_core
 async def test_engine_broken_invariant_ends_every_stream_although_the_books_can_not_be_kept(
     monkeypatch: pytest.MonkeyPatch,

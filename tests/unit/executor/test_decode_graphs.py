@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from executor_service.backends import torch_backend
 from executor_service.backends.base import STATE, BackendError, StepBatch
@@ -133,6 +134,22 @@ def test_a_model_that_can_not_be_captured_is_an_error_with_advice(backend: Trito
     with pytest.raises(BackendError, match=r"for 2 rows: operation not permitted .* --enforce-eager") as caught:
         recorded(backend, [1, 2], refuse)  # type: ignore[arg-type]
     assert caught.value.reason == "GRAPHS_NOT_SUPPORTED"
+
+
+def test_a_backend_serves_a_model_that_can_not_be_captured_without_graphs_and_says_why(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(step: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(backend, "_recorder", lambda: refuse)
+    monkeypatch.setattr(backend, "_graph_sizes", (1, 2))
+    with capture_logs() as logs:
+        backend._record_graphs(backend._ready_memory().cache)
+    assert [(entry["event"], entry["log_level"]) for entry in logs] == [("decode_graphs_not_recorded", "warning")]
+    assert "stream is capturing" in logs[0]["why"]
+    assert backend._graph_sizes == (), "nothing is tried again when the cache is made"
+    assert backend.forward(decode(backend, [0, 1])).shape == (2, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 100, 256, 1000])

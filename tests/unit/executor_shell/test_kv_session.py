@@ -1,0 +1,32 @@
+"""What an executor keeps of profiles between managers."""
+
+from __future__ import annotations
+
+from executor_service.backends.base import MemoryProfile
+from executor_service.kv_session import KvSession
+from tests.unit.executor_shell.executor_backends import HeldBackend
+
+
+class Measuring(HeldBackend):
+    """Notes what it measures, and finds a block less each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open()
+        self.measured: list[tuple[int, int]] = []
+
+    def profile_memory(self, max_num_batched_tokens: int, max_num_seqs: int) -> MemoryProfile:
+        self.measured.append((max_num_batched_tokens, max_num_seqs))
+        found = super().profile_memory(max_num_batched_tokens, max_num_seqs)
+        return MemoryProfile(**(vars(found) | {"num_blocks": found.num_blocks - len(self.measured)}))
+
+
+def test_profile_the_backend_measured_last_what_the_cache_is_made_for_and_the_answer_stays() -> None:
+    backend = Measuring()
+    session = KvSession(backend)
+    session.load()
+    first = session.profile(64, 4)
+    assert session.profile(64, 4) == first
+    other = session.profile(1, 1)
+    assert session.profile(64, 4) == first != other
+    assert backend.measured == [(64, 4), (1, 1), (64, 4)]
