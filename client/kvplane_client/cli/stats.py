@@ -105,8 +105,8 @@ def _hit_rate(current: Stats) -> str:
 def executors(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: opt.JsonFlag = False) -> None:
     """List the executors that hold a lease, and which of them runs the steps.
 
-    The others stand by: one takes over when the active one is lost, or by `kvplane
-    switch-executor`.
+    The others stand by: one takes over when the active one is lost, or when
+    `kvplane switch-executor` names it.
 
     Examples:
       kvplane executors
