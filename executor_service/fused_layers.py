@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from executor_service.model_runner import AttentionCall, PagedStep, ProbeStep, p
 from executor_service.native.ops import NativeOps
 from executor_service.packed_linear import PackedLinear, can_pack, packing_works
 
-__all__ = ["FusedLayer", "ProjectionSlice", "fuse_layers"]
+__all__ = ["FusedLayer", "LayerStack", "ProjectionSlice", "fuse_layers"]
 
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -79,7 +79,7 @@ class _FusedAttention(nn.Module):
 
     def __init__(self, attention: nn.Module, call: AttentionCall, ops: LayerOps, native: NativeOps | None) -> None:
         super().__init__()
-        self.layer_idx = attention.layer_idx
+        self.layer_idx: int = attention.layer_idx  # type: ignore[assignment]
         self.heads, self.dim = call.query.shape[1], call.query.shape[3]
         self.kv_heads = call.key.shape[1]
         self.scaling, self.window = call.scaling, call.window
@@ -87,6 +87,8 @@ class _FusedAttention(nn.Module):
         for name, part in zip(_QKV, self.qkv_proj.parts, strict=True):
             self.add_module(name, part)
         self.q_norm, self.k_norm = (getattr(attention, name, None) for name in _HEAD_NORMS)
+        self.head_eps = [0.0 if norm is None else _eps_of(norm) for norm in (self.q_norm, self.k_norm)]
+        self.width = self.qkv_proj.product.in_features
         self.o_proj = attention.o_proj
         self._ops = ops
 
@@ -127,11 +129,25 @@ class _FusedMlp(nn.Module):
         for name, part in zip(_GATE_UP, self.gate_up_proj.parts, strict=True):
             self.add_module(name, part)
         self.down_proj = mlp.down_proj
+        self.inner: int = self.down_proj.in_features  # type: ignore[assignment,union-attr]
         self._ops = ops
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Shape: (1, T, E) to the same."""
         return self.down_proj(self._ops.silu_and_mul(self.gate_up_proj(states)))  # type: ignore[no-any-return]
+
+
+class LayerStack(Protocol):
+    """Computes several layers at once; see `fused_stack`."""
+
+    def take(
+        self,
+        layer: FusedLayer,
+        states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        step: PagedStep | ProbeStep,
+    ) -> bool:
+        """Whether this layer's work is done; `states` are then what it returns."""
 
 
 class FusedLayer(nn.Module):
@@ -142,7 +158,13 @@ class FusedLayer(nn.Module):
         call: what that asked of attention.
         ops: what computes between products.
         native: as `PackedLinear` takes it.
+
+    Attributes:
+        stack: what computes all layers at once, where it can.
+        eps: what is added to the mean of the squares, of either norm.
     """
+
+    stack: LayerStack | None = None
 
     def __init__(self, layer: nn.Module, call: AttentionCall, ops: LayerOps, native: NativeOps | None) -> None:
         super().__init__()
@@ -150,7 +172,7 @@ class FusedLayer(nn.Module):
         self.mlp = _FusedMlp(layer.mlp, ops, native)
         self.input_layernorm = layer.input_layernorm
         self.post_attention_layernorm = layer.post_attention_layernorm
-        self._eps = [_eps_of(norm) for norm in (self.input_layernorm, self.post_attention_layernorm)]
+        self.eps = [_eps_of(norm) for norm in (self.input_layernorm, self.post_attention_layernorm)]
         self._ops = ops
 
     def forward(
@@ -163,12 +185,19 @@ class FusedLayer(nn.Module):
     ) -> torch.Tensor:
         """Shape: (1, T, E) to the same. `others` are what transformers says of masks and caches, of which are none."""
         del others
-        first, second = self._eps
+        if self.stack is not None and self.stack.take(self, hidden_states, position_embeddings, paged_step):
+            return hidden_states
+        first, second = self.eps
         states = self._ops.rms_norm(hidden_states, self.input_layernorm.weight, first)
         added = self.self_attn(states, position_embeddings, paged_step)
         states = self._ops.rms_norm(hidden_states, self.post_attention_layernorm.weight, second, added)
         hidden_states += self.mlp(states)
         return hidden_states
+
+    def projections(self) -> list[nn.Module]:
+        """What forward hooks may hang on."""
+        attention, mlp = self.self_attn, self.mlp
+        return [*attention.qkv_proj.parts, attention.o_proj, *mlp.gate_up_proj.parts, mlp.down_proj]
 
     def pack(self) -> None:
         """Pack the products of several projections, which lets go of the dense weights."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from executor_service.huge_pages import advise_huge_pages
 from executor_service.kernels.fp8 import FP8_TYPES, PLAIN, LayerCodecs
 from executor_service.memory_profiler import kv_bytes_per_block
 
@@ -92,7 +93,10 @@ class PagedKvCache:
         shape = (2, num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
         # empty + zero_, not zeros: the latter may map pages that cost memory only when first written.
         dtype = layout.storage_dtype
-        self.layers = [torch.empty(shape, dtype=dtype, device=device).zero_() for _ in range(layout.num_layers)]
+        self.layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layout.num_layers)]
+        for layer in self.layers:
+            advise_huge_pages(layer)
+            layer.zero_()
         width = layout.num_kv_heads * layout.head_dim
         self.keys = [layer[0].view(-1, width) for layer in self.layers]
         self.values = [layer[1].view(-1, width) for layer in self.layers]

@@ -61,6 +61,12 @@ class PackedLinear(nn.Module):
         """Whether the layout is that of the compiled kernels."""
         return self._native is not None
 
+    @property
+    def packed(self) -> torch.Tensor:
+        """The weights as `pack` laid them out. Shape: that of the layout."""
+        assert self._packed is not None
+        return self._packed
+
     def pack(self) -> None:
         """Lay the weights out and let go of the dense ones."""
         weights = [linear.weight.detach() for linear in self._linears]

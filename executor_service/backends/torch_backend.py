@@ -7,7 +7,7 @@ together: `model_loader`, `memory_profiler`, `kv_memory`, `model_runner`; each o
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from executor_service.backends.base import (
 from executor_service.decode_graphs import Recorder, cuda_recorder, graph_sizes
 from executor_service.devices import resolve_device
 from executor_service.fused_layers import fuse_layers
+from executor_service.fused_stack import stack_layers
 from executor_service.gguf_conversion import default_cache_dir
 from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.kernels.fp8 import FP8_TYPES, LayerCodecs, layer_codecs
@@ -227,6 +228,7 @@ class TorchBackend(Backend):
             packed = pack_linear_layers(
                 loaded.model, lambda: probe(loaded.model, loaded.vocab_size, states), self._native_for(loaded)
             )
+            stacked = self._stack_layers(loaded, groups) if fused else 0
             if config.max_loras:
                 self._lora = self._make_lora(loaded)
             if self._fp8 is not None:
@@ -239,6 +241,7 @@ class TorchBackend(Backend):
             dtype=str(loaded.dtype),
             packed_layers=packed,
             fused_layers=fused,
+            stacked_layers=stacked,
             held_bytes=self._weights_bytes,
             load_peak_bytes=meter.peak_bytes,
         )
@@ -388,7 +391,17 @@ class TorchBackend(Backend):
         if self._device.type != "cpu":
             return 0
         native = self._native_for(loaded)
+        return fuse_layers(loaded.model, self._probing(loaded), native or TorchOps(), native)
 
+    def _stack_layers(self, loaded: LoadedModel, groups: LayerGroups) -> int:
+        """Make one call of fused layers, where the kernels can. Returns how many."""
+        if self._native is None or not isinstance(self._kernels, NativeKernels):
+            return 0
+        return stack_layers(loaded.model, self._probing(loaded), groups, self._native)
+
+    @staticmethod
+    def _probing(loaded: LoadedModel) -> Callable[[ProbeStep], object]:
+        """Runs the model once, on a few tokens."""
         # From end to end: what a layer computes may depend on how far into a sequence it is.
         far = loaded.max_model_len
         positions = sorted({0, 1, min(2, far - 1), far // 2, far - 1})
@@ -396,7 +409,7 @@ class TorchBackend(Backend):
         def run(step: ProbeStep) -> object:
             return run_probe(loaded.model, loaded.vocab_size, step, positions)
 
-        return fuse_layers(loaded.model, run, native or TorchOps(), native)
+        return run
 
     def _ready(self) -> tuple[LoadedModel, KvLayout, ModelRunner]:
         if self._loaded is None or self._layout is None or self._runner is None:

@@ -21,7 +21,7 @@ from executor_service.kernels.fp8 import PLAIN, LayerCodecs
 from executor_service.kernels.paged_kernels import GroupStep, PagedKernels, StepAttention
 from executor_service.native.ops import LANES, NativeOps, PagedRows
 
-__all__ = ["NO_WORKSPACE", "NativeKernels"]
+__all__ = ["NO_WORKSPACE", "NativeKernels", "NativeStep"]
 
 # What a step takes does not grow with its contexts: the memory profile need not compute long ones.
 NO_WORKSPACE = AttentionLimits(gather_tokens=1, mask_elements=1, index_elements=0)
@@ -32,8 +32,8 @@ class NativeStep(StepAttention):
 
     def __init__(self, ops: NativeOps, rows: PagedRows, slots: torch.Tensor) -> None:
         self._ops = ops
-        self._rows = rows
-        self._slots = slots
+        self.rows = rows
+        self.slots = slots
 
     def attend(
         self,
@@ -49,7 +49,7 @@ class NativeStep(StepAttention):
         """Write, then attend; see the base class. K/V are as they are: there are no codecs."""
         assert codecs is PLAIN or codecs == PLAIN
         heads = (_side_by_side(states) for states in (query, key, value))
-        return self._ops.attend(*heads, keys, values, slots=self._slots, rows=self._rows, scaling=scaling)
+        return self._ops.attend(*heads, keys, values, slots=self.slots, rows=self.rows, scaling=scaling)
 
 
 class NativeKernels(PagedKernels):

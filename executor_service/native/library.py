@@ -77,10 +77,15 @@ def _fingerprint(compiler: str) -> str:
     """What was compiled is for: source, flags, compiler and CPU."""
     digest = hashlib.sha256()
     stat = Path(compiler).resolve().stat()
-    for part in (SOURCE.read_bytes(), " ".join(FLAGS), f"{compiler} {stat.st_size} {stat.st_mtime_ns}", _cpu()):
+    for part in (*_sources(), " ".join(FLAGS), f"{compiler} {stat.st_size} {stat.st_mtime_ns}", _cpu()):
         digest.update(part.encode() if isinstance(part, str) else part)
         digest.update(b"\0")
     return digest.hexdigest()[:24]
+
+
+def _sources() -> list[bytes]:
+    """The source and the headers beside it."""
+    return [SOURCE.read_bytes(), *(header.read_bytes() for header in sorted(SOURCE.parent.glob("*.h")))]
 
 
 def _cpu() -> str:

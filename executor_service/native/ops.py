@@ -18,6 +18,7 @@ import numpy as np
 import structlog
 import torch
 
+from executor_service.huge_pages import HugePageArena
 from executor_service.layer_ops import LayerOps, TorchOps
 from executor_service.native.library import NativeBuildError, native_library
 
@@ -25,6 +26,9 @@ __all__ = ["LANES", "NativeOps", "PagedRows", "load_native_ops"]
 
 LANES = 16
 """A head's dimension has to be a multiple of it for `attend`."""
+
+Columns = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+"""A table of addresses and sizes."""
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -63,14 +67,28 @@ class NativeOps(LayerOps):
     """
 
     def __init__(self, path: Path) -> None:
+        self._arena = HugePageArena()
         library = ctypes.CDLL(str(path))
         library.kvplane_linear_columns.restype = _INT
         self.linear_columns: int = library.kvplane_linear_columns()
         if self.linear_columns:
             self._pack = _function(library.kvplane_pack, _POINTER, _INT, _INT, _INT, _POINTER)
             self._linear = _function(library.kvplane_linear, *[_POINTER] * 3, *[_INT] * 3, _POINTER)
+            self._layers = _function(
+                library.kvplane_layers,
+                *[_POINTER] * 2,
+                _INT,
+                *[_POINTER] * 2,
+                _INT,
+                *[_POINTER] * 2,
+                _INT,
+                *[_POINTER] * 2,
+            )
+            self._layers_workspace = library.kvplane_layers_workspace
+            self._layers_workspace.argtypes = [_POINTER, _INT]
+            self._layers_workspace.restype = _INT
         shapes: dict[str, list[Any]] = {
-            "rms_norm": [*[_POINTER] * 3, *[_FLOAT] * 2, *[_INT] * 2, _POINTER],
+            "rms_norm": [*[_POINTER] * 3, _FLOAT, *[_INT] * 2, _POINTER],
             "rotary": [_POINTER, _INT, *[_POINTER] * 2, *[_INT] * 3],
             "silu_and_mul": [_POINTER, *[_INT] * 2, _POINTER],
             "write_kv": [*[_POINTER] * 2, *[_INT] * 2, _POINTER, *[_INT] * 2, *[_POINTER] * 2],
@@ -96,7 +114,7 @@ class NativeOps(LayerOps):
         inputs = weights[0].shape[1]
         outputs = sum(len(weight) for weight in weights)
         blocks = -(-outputs // self.linear_columns)
-        packed = torch.zeros(blocks * self.linear_columns * inputs, dtype=torch.bfloat16)
+        packed = self._arena.empty(blocks * self.linear_columns * inputs, torch.bfloat16).zero_()
         offset = 0
         for weight in weights:
             assert self.packs(weight)
@@ -138,7 +156,6 @@ class NativeOps(LayerOps):
             None if added is None else added.data_ptr(),
             weight.data_ptr(),
             eps,
-            0.0,
             states.numel() // width,
             width,
             out.data_ptr(),
@@ -164,6 +181,54 @@ class NativeOps(LayerOps):
         out = both.new_empty((*both.shape[:-1], width))
         self._of_type[both.dtype]["silu_and_mul"](both.data_ptr(), both.numel() // (2 * width), width, out.data_ptr())
         return out
+
+    def layers_workspace(self, sizes: Columns, tokens: int) -> int:
+        """Elements of bfloat16 that `run_layers` needs. Shape: sizes (5,), as there."""
+        return int(self._layers_workspace(sizes.ctypes.data, tokens))
+
+    def run_layers(
+        self,
+        states: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        *,
+        sizes: Columns,
+        layers: Columns,
+        pages: Columns,
+        groups: Columns,
+        workspace: torch.Tensor,
+    ) -> None:
+        """A decoder's layers one after the other; `states` become what the last one returns.
+
+        Shape:
+            states: (1, T, width); cos, sin: (1, T, D); bfloat16, contiguous. sizes: (5,); layers: (L, 17); pages:
+            (L, 3); groups: (G, 8); int64, with the fields of `Sizes`, `Layer`, `Page` and `Group` in layers.h.
+            workspace: `layers_workspace` elements of bfloat16 or more.
+        """
+        tokens = states.shape[1]
+        for tensor in (states, cos, sin, workspace):
+            assert tensor.dtype == torch.bfloat16
+            assert tensor.is_contiguous()
+        assert workspace.numel() >= self.layers_workspace(sizes, tokens)
+        assert cos.shape == sin.shape == (1, tokens, int(sizes[3]))
+        assert (sizes.shape, layers.shape[1:], pages.shape[1:], groups.shape[1:]) == ((5,), (17,), (3,), (8,))
+        assert len(layers) == len(pages)
+        for table in (sizes, layers, pages, groups):
+            assert table.dtype == np.int64
+            assert table.flags.c_contiguous
+        self._layers(
+            sizes.ctypes.data,
+            layers.ctypes.data,
+            len(layers),
+            pages.ctypes.data,
+            groups.ctypes.data,
+            len(groups),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            tokens,
+            states.data_ptr(),
+            workspace.data_ptr(),
+        )
 
     def attend(
         self,

@@ -1,0 +1,64 @@
+"""Memory in pages of 2 MB on a CPU, for what is read from end to end in every step: packed weights and K/V.
+
+Station: `native.ops` lays weights out in an arena; `kv_cache` asks for huge pages for its tensors. It knows addresses
+and Linux, and nothing of what lies there.
+
+Why: with pages of 4 KB a core reads memory in order at 16 GB/s on the machine of docs/performance.md, with pages of
+2 MB at 27: the hardware fetches ahead within a page only. A decode step of few rows is nothing but reading.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+
+import torch
+
+__all__ = ["PAGE", "HugePageArena", "advise_huge_pages"]
+
+PAGE = 2 * 1024 * 1024
+"""Bytes of a huge page on x86-64 and most of arm64."""
+
+_ALIGNMENT = 64  # a line of the cache
+_CHUNK = 16 * PAGE
+
+
+def advise_huge_pages(tensor: torch.Tensor) -> bool:
+    """Ask for huge pages for what was allocated and not written yet; whole ones within it are possible.
+
+    Returns:
+        Whether the kernel took the advice. It refuses where huge pages are switched off or unknown, and nothing is
+        different then but speed.
+    """
+    if tensor.device.type != "cpu" or sys.platform != "linux":
+        return False
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end - start < PAGE:
+        return False
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return madvise(start, end - start, mmap.MADV_HUGEPAGE) == 0  # type: ignore[no-any-return]
+
+
+class HugePageArena:
+    """Hands out memory side by side in huge pages, for tensors that live as long as each other.
+
+    One tensor of its own mapping begins anywhere in a page, and a small one has no whole huge page in it.
+    """
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of one dimension, not initialized. Shape: (count,)."""
+        size = -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        if size > len(self._left):
+            room = -(-max(size, _CHUNK) // PAGE) * PAGE
+            chunk = torch.empty(room + PAGE, dtype=torch.uint8)
+            chunk = chunk[-chunk.data_ptr() % PAGE :][:room]
+            advise_huge_pages(chunk)
+            self._left = chunk
+        taken, self._left = self._left[: count * dtype.itemsize], self._left[size:]
+        return taken.view(dtype)

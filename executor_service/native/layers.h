@@ -1,0 +1,171 @@
+// The layers of a decoder one after the other, in threads that do not sleep in between.
+
+#pragma once
+
+#include <omp.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "attention.h"
+#include "layer_ops.h"
+#include "linear.h"
+
+namespace {
+
+#ifdef KVPLANE_LINEAR
+// Threads that go through the same stages together. Waiting for a sleeping thread takes as long as a stage of a small
+// step, so they look for each other some microseconds long before they let others run.
+class Team {
+   public:
+    explicit Team(int size) : size_(size) {}
+
+    // Each portion of [0, count) is taken by one thread; then all go on.
+    template <typename Work>
+    void share(int64_t count, int64_t portion, const Work& work) {
+        for (;;) {
+            const int64_t first = next_.fetch_add(portion, std::memory_order_relaxed);
+            if (first >= count) break;
+            for (int64_t item = first; item < std::min(count, first + portion); item++) work(item);
+        }
+        wait();
+    }
+
+   private:
+    static constexpr int LOOKS = 2000;
+
+    void wait() {
+        const int64_t stage = stage_.load(std::memory_order_acquire);
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+            arrived_.store(0, std::memory_order_relaxed);
+            next_.store(0, std::memory_order_relaxed);
+            stage_.store(stage + 1, std::memory_order_release);
+            return;
+        }
+        for (int looks = 0; stage_.load(std::memory_order_acquire) == stage; looks++) {
+            if (looks < LOOKS)
+                _mm_pause();
+            else
+                sched_yield();
+        }
+    }
+
+    const int size_;
+    alignas(64) std::atomic<int64_t> next_{0};
+    alignas(64) std::atomic<int64_t> stage_{0};
+    alignas(64) std::atomic<int> arrived_{0};
+};
+
+// What all layers have in common, in elements; `inner` is the width between the MLP's products.
+struct Sizes {
+    int64_t width, heads, kv_heads, dim, inner;
+
+    int64_t qkv() const { return (heads + 2 * kv_heads) * dim; }
+    int64_t workspace() const { return 2 * width + qkv() + heads * dim + 3 * inner; }
+};
+
+// One layer's weights; those of products are packed. Biases and the norms of heads may be absent.
+struct Layer {
+    const bfloat16 *input_norm, *qkv, *qkv_bias, *query_norm, *key_norm, *output, *output_bias, *middle_norm, *gate_up, *gate_up_bias,
+        *down, *down_bias;
+    double input_eps, query_eps, key_eps, middle_eps, scaling;
+};
+
+// Where a layer's K/V lie, and whose tables name them.
+struct Page {
+    bfloat16 *keys, *values;
+    int64_t group;
+};
+
+// The rows of a step in one KV group, and where its tokens go.
+struct Group {
+    const int32_t *query_indptr, *seq_lens, *block_indptr, *block_ids;
+    const int64_t* slots;
+    int64_t block_size, window, num_rows;
+};
+
+inline void head_norms(bfloat16* heads_of, const bfloat16* weight, float eps, int64_t heads, int64_t dim) {
+    for (int64_t head = 0; head < heads; head++) rms_norm_row(heads_of + head * dim, (bfloat16*)nullptr, weight, eps, dim, heads_of + head * dim);
+}
+
+inline void run_layers(const Sizes& sizes, const Layer* layers, int64_t num_layers, const Page* pages, const Group* groups,
+                       int64_t num_groups, const bfloat16* cos, const bfloat16* sin, int64_t tokens, bfloat16* states,
+                       bfloat16* workspace) {
+    const int64_t width = sizes.width, dim = sizes.dim, heads = sizes.heads, kv_heads = sizes.kv_heads, inner = sizes.inner;
+    const int64_t qkv_width = sizes.qkv(), kv_width = kv_heads * dim, share = heads / kv_heads;
+    bfloat16* normed = workspace;
+    bfloat16* added = normed + tokens * width;
+    bfloat16* qkv = added + tokens * width;
+    bfloat16* attended = qkv + tokens * qkv_width;
+    bfloat16* both = attended + tokens * heads * dim;
+    bfloat16* active = both + tokens * 2 * inner;
+    std::vector<Rows> rows;
+    std::vector<std::vector<Part>> parts;
+    for (int64_t group = 0; group < num_groups; group++) {
+        const Group& of = groups[group];
+        rows.push_back({of.query_indptr, of.seq_lens, of.block_indptr, of.block_ids, of.block_size, of.window});
+        parts.push_back(parts_of(rows.back(), of.num_rows, kv_heads, share, omp_get_max_threads()));
+    }
+    Team* team = nullptr;
+#pragma omp parallel
+    {
+#pragma omp single
+        team = new Team(omp_get_num_threads());
+        thread_local Workspace own;
+        own.reserve(int(dim), most_vectors(share));
+        const auto linear = [&](const bfloat16* x, const bfloat16* packed, const bfloat16* bias, int64_t inputs, int64_t outputs, bfloat16* y) {
+            team->share(linear_blocks(outputs), 1,
+                        [&](int64_t block) { linear_block(x, packed, bias, tokens, outputs, inputs, y, block); });
+        };
+        for (int64_t number = 0; number < num_layers; number++) {
+            const Layer& layer = layers[number];
+            const Page& page = pages[number];
+            const Group& group = groups[page.group];
+            team->share(tokens, 4, [&](int64_t token) {
+                rms_norm_row(states + token * width, number ? added + token * width : nullptr, layer.input_norm, float(layer.input_eps), width,
+                             normed + token * width);
+            });
+            linear(normed, layer.qkv, layer.qkv_bias, width, qkv_width, qkv);
+            team->share(tokens, 4, [&](int64_t token) {
+                bfloat16 *query = qkv + token * qkv_width, *key = query + heads * dim, *value = key + kv_width;
+                if (layer.query_norm) {
+                    head_norms(query, layer.query_norm, float(layer.query_eps), heads, dim);
+                    head_norms(key, layer.key_norm, float(layer.key_eps), kv_heads, dim);
+                }
+                rotary_row(query, cos + token * dim, sin + token * dim, heads + kv_heads, dim);
+                std::memcpy(page.keys + group.slots[token] * kv_width, key, kv_width * sizeof *key);
+                std::memcpy(page.values + group.slots[token] * kv_width, value, kv_width * sizeof *value);
+            });
+            const Attention<bfloat16> attention = {qkv,  qkv_width, page.keys, page.values, rows[page.group], kv_heads, share, int(dim),
+                                                   float(layer.scaling), attended};
+            const std::vector<Part>& some = parts[page.group];
+            team->share(int64_t(some.size()), 1, [&](int64_t part) { attend_part_of(attention, some[part], own); });
+            linear(attended, layer.output, layer.output_bias, heads * dim, width, added);
+            team->share(tokens, 4, [&](int64_t token) {
+                rms_norm_row(states + token * width, added + token * width, layer.middle_norm, float(layer.middle_eps), width,
+                             normed + token * width);
+            });
+            linear(normed, layer.gate_up, layer.gate_up_bias, width, 2 * inner, both);
+            const int64_t chunk = 512, chunks = (inner + chunk - 1) / chunk;
+            team->share(tokens * chunks, 4, [&](int64_t item) {
+                const int64_t token = item / chunks, start = item % chunks * chunk;
+                const bfloat16* gates = both + token * 2 * inner + start;
+                silu_and_mul_part(gates, gates + inner, std::min(chunk, inner - start), active + token * inner + start);
+            });
+            linear(active, layer.down, layer.down_bias, inner, width, added);
+        }
+        team->share(tokens, 4, [&](int64_t token) {
+            for (int64_t i = 0; i < width; i += LANES) {
+                const int count = int(std::min<int64_t>(LANES, width - i));
+                bfloat16* to = states + token * width + i;
+                store_part(to, load_part(to, count) + load_part(added + token * width + i, count), count);
+            }
+        });
+    }
+    delete team;
+}
+#endif
+
+}  // namespace
