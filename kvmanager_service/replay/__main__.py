@@ -15,18 +15,36 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.fair_queue import FairWeights
+from kvmanager_service.core.kv_cache_coordinator import KVCache, make_kv_cache
+from kvmanager_service.core.kv_groups import KVGroup
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.replay.cost_model import TERMS, CostModel, CostModelError, read_cost_model
+from kvmanager_service.replay.group_reads import GroupReads
+from kvmanager_service.replay.kv_geometry import (
+    DEFAULT_BLOCK_SIZE,
+    GroupShape,
+    KvCacheFileError,
+    describe_groups,
+    make_groups,
+    read_kv_cache,
+)
 from kvmanager_service.replay.one_at_a_time import replay_one_at_a_time
 from kvmanager_service.replay.options import parse
 from kvmanager_service.replay.plot import PlotLibraryError, draw, require_library
-from kvmanager_service.replay.report import Measurements, summarise, table
+from kvmanager_service.replay.report import Measurements, summarise, table, tenants_table
+from kvmanager_service.replay.tenants import has_tenants, isolate, spread
 from kvmanager_service.replay.timed import TimedReplay
 from kvmanager_service.replay.trace import MOONCAKE_BLOCK, TraceError, TraceRequest, read_trace
 
 _PROGRESS_STRIDE = 50
+_REASONS: dict[type[Exception], str] = {
+    TraceError: "BAD_TRACE",
+    CostModelError: "BAD_COST_MODEL",
+    KvCacheFileError: "BAD_KV_CACHE",
+}
+"""What each error of a file is called."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,12 +52,10 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     try:
         return _replay(options)
-    except TraceError as error:
-        place = {"path": error.path, "line": error.line, "expected": error.expected, "got": error.got}
-        return _fail(options, "BAD_TRACE", str(error), place)
-    except CostModelError as error:
-        place = {"path": error.path, "expected": error.expected, "got": error.got}
-        return _fail(options, "BAD_COST_MODEL", str(error), place)
+    except (TraceError, CostModelError, KvCacheFileError) as error:
+        line = {"line": error.line} if isinstance(error, TraceError) else {}
+        place = {"path": error.path, **line, "expected": error.expected, "got": error.got}
+        return _fail(options, _REASONS[type(error)], str(error), place)
     except PlotLibraryError as error:
         return _fail(options, "NO_PLOT_LIBRARY", str(error), {})
     except OSError as error:
@@ -61,17 +77,23 @@ def _fail(options: argparse.Namespace, reason: str, message: str, metadata: dict
 
 def _replay(options: argparse.Namespace) -> int:
     _settle_cost(options)
+    _settle_pool(options)
     if options.plot is not None:
         require_library()  # before the work, which may take minutes
-    trace = read_trace(options.trace, options.format, options.limit)
-    if options.whole_blocks:
-        trace = [traced.with_whole_runs(MOONCAKE_BLOCK) for traced in trace]
+    trace = _read(options)
+    groups = make_groups(options.kv_groups, options.block_size)
     if options.num_blocks == 0:
-        options.num_blocks = _most_blocks(trace, options.block_size)
-    kv = KVCacheManager(options.num_blocks, options.block_size, eviction_policy=options.eviction_policy)
+        options.num_blocks = _most_blocks(trace, groups)
+    kv = make_kv_cache(
+        options.num_blocks,
+        groups,
+        longest_chunk=options.long_prefill_token_threshold or options.max_num_batched_tokens,
+        eviction_policy=options.eviction_policy,
+    )
     gc.freeze()  # trace and pool stay: no collection needs to walk them
-    found = _run(options, trace, kv)
-    document = summarise(found, _settings(options))
+    weights = FairWeights(options.fair_input_weight, options.fair_output_weight, options.fair_cached_weight)
+    found = _run(options, trace, kv, weights)
+    document = summarise(found, _settings(options), weights)
     if options.plot is not None:
         title = (
             f"{options.trace.name}: {options.num_blocks:,} blocks of {options.block_size}, {options.eviction_policy}"
@@ -81,17 +103,36 @@ def _replay(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(json.dumps(document) + "\n")
     else:
-        Console(highlight=False, soft_wrap=True).print(table(document))
+        console = Console(highlight=False, soft_wrap=True)
+        console.print(table(document))
+        by_tenant = tenants_table(document)
+        if by_tenant is not None:
+            console.print()
+            console.print(by_tenant)
     return 0
 
 
-def _run(options: argparse.Namespace, trace: Sequence[TraceRequest], kv: KVCacheManager) -> Measurements:
+def _read(options: argparse.Namespace) -> list[TraceRequest]:
+    trace = read_trace(options.trace, options.format, options.limit)
+    if options.whole_blocks:
+        trace = [traced.with_whole_runs(MOONCAKE_BLOCK) for traced in trace]
+    if options.tenants is not None:
+        if has_tenants(trace):
+            named = next(traced for traced in trace if traced.tenant)
+            line = int(named.request_id.removeprefix("line-"))
+            expected = "no tenant, since --tenants gives requests theirs"
+            raise TraceError(str(options.trace), line, expected, repr(named.tenant))
+        trace = spread(trace, options.tenants)
+    return isolate(trace) if options.isolate_tenants else trace
+
+
+def _run(options: argparse.Namespace, trace: Sequence[TraceRequest], kv: KVCache, weights: FairWeights) -> Measurements:
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("replaying", total=len(trace))
 
         def on_done(num_done: int) -> None:
-            if num_done % _PROGRESS_STRIDE == 0:
+            if num_done % _PROGRESS_STRIDE == 0 or num_done == len(trace):
                 progress.update(task, completed=num_done)
 
         if options.one_at_a_time:
@@ -101,11 +142,26 @@ def _run(options: argparse.Namespace, trace: Sequence[TraceRequest], kv: KVCache
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_num_seqs=options.max_num_seqs,
             max_waiting=len(trace),
+            long_prefill_token_threshold=options.long_prefill_token_threshold,
             max_outstanding=2 if options.queue_ahead else 1,
             preemption_mode=options.preemption_mode,
+            fair_weights=weights,
         )
         scheduler = Scheduler(config, kv, options.num_host_blocks)
-        return TimedReplay(trace, scheduler, _cost(options), options.speedup, on_done).run()
+        reads = GroupReads.of(kv, [group.num_layers for group in options.kv_groups])
+        return TimedReplay(trace, scheduler, _cost(options), options.speedup, on_done, reads=reads).run()
+
+
+def _settle_pool(options: argparse.Namespace) -> None:
+    """Let the pool's sizes be their flags' values, or else the file's, or else the defaults."""
+    known = None if options.kv_cache is None else read_kv_cache(options.kv_cache)
+    if options.num_blocks is None:
+        assert known is not None  # `parse` saw to it
+        options.num_blocks = known.num_blocks
+    if options.block_size is None:
+        options.block_size = DEFAULT_BLOCK_SIZE if known is None else known.block_size
+    if options.kv_groups is None:
+        options.kv_groups = (GroupShape("full"),) if known is None else known.groups
 
 
 def _settle_cost(options: argparse.Namespace) -> None:
@@ -120,15 +176,17 @@ def _cost(options: argparse.Namespace) -> CostModel:
     return CostModel(**{name: getattr(options, name) for name in (*TERMS, "copy_token_us")})
 
 
-def _most_blocks(trace: Sequence[TraceRequest], block_size: int) -> int:
+def _most_blocks(trace: Sequence[TraceRequest], groups: Sequence[KVGroup]) -> int:
     """So many that nothing is ever evicted, the null block included."""
-    return 2 + sum(-(-(traced.prompt_length + traced.output_length) // block_size) for traced in trace)
+    return 2 + sum(
+        group.num_blocks_for(traced.prompt_length + traced.output_length) for traced in trace for group in groups
+    )
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     shown = {name: value for name, value in vars(options).items() if name not in ("json", "plot")}
-    cost_model = None if options.cost_model is None else str(options.cost_model)
-    return shown | {"trace": str(options.trace), "cost_model": cost_model}
+    files = {name: None if shown[name] is None else str(shown[name]) for name in ("trace", "cost_model", "kv_cache")}
+    return shown | files | {"kv_groups": describe_groups(options.kv_groups)}
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ and writes the file that `read_cost_model` reads.
                         + attention_pair × Σ over tokens of rows with several of the positions each attends to
                         + copy_token × tokens of blocks copied
 
+Where layers read unlike parts of a sequence, both sums are of the mean over layers (`group_reads`).
+
 A step without rows takes the time of its copies. Attention's pairs are what makes a long prompt cost more than its
 tokens: they grow with the square of a prompt, and with the context of a late chunk.
 """
@@ -20,7 +22,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvmanager_service.core.kv_groups import FullAttention
 from kvmanager_service.core.step import Step
+from kvmanager_service.replay.group_reads import GroupReads
 
 __all__ = ["TERMS", "CostModel", "CostModelError", "Quantities", "quantities", "read_cost_model"]
 
@@ -43,12 +47,16 @@ class CostModelError(Exception):
         self.got = got
 
 
-Quantities = tuple[int, int, int, int, int]
+Quantities = tuple[int, int, int, float, float]
 """What each term is multiplied with: 1, tokens of rows with several, rows with one token, tokens of context, pairs."""
 
+_ALL = GroupReads([FullAttention(1)])
 
-def quantities(step: Step) -> Quantities:
-    """What a step has of each."""
+
+def quantities(step: Step, reads: GroupReads = _ALL) -> Quantities:
+    """What a step has of each, on a model whose layers read so."""
+    if not reads.is_full:
+        return _quantities_of_groups(step, reads)
     decode_rows = context = pairs = 0
     for row in step.rows:
         context += row.stop
@@ -56,6 +64,18 @@ def quantities(step: Step) -> Quantities:
             decode_rows += 1
         else:
             pairs += row.num_tokens * row.stop - row.num_tokens * (row.num_tokens - 1) // 2
+    return 1, step.num_tokens - decode_rows, decode_rows, context, pairs
+
+
+def _quantities_of_groups(step: Step, reads: GroupReads) -> Quantities:
+    decode_rows = 0
+    context = pairs = 0.0
+    for row in step.rows:
+        context += reads.context(row.start, row.stop)
+        if row.num_tokens == 1:
+            decode_rows += 1
+        else:
+            pairs += reads.pairs(row.start, row.stop)
     return 1, step.num_tokens - decode_rows, decode_rows, context, pairs
 
 
@@ -73,7 +93,8 @@ class CostModel:
         decode_row_us: each row that computes one token: sampling.
         context_token_us: each token of K and V that a row reads.
         attention_pair_us: each pair of a token of a row that computes several and one it attends to: arithmetic.
-        copy_token_us: each token of K and V that a block has room for, when the block is copied. Not calibrated.
+        copy_token_us: each token of K and V that a block has room for, when the block is copied; a block of one of n
+            groups has room for an nth of its tokens. Not calibrated.
     """
 
     step_us: float = 5000.0
@@ -83,16 +104,16 @@ class CostModel:
     attention_pair_us: float = 0.001
     copy_token_us: float = 2.6
 
-    def copy_seconds(self, step: Step, block_size: int) -> float:
+    def copy_seconds(self, step: Step, reads: GroupReads) -> float:
         """How long the step's copies take."""
-        return self.copy_token_us * block_size * len(step.copies) / 1e6
+        return self.copy_token_us * reads.tokens_per_block * len(step.copies) / 1e6
 
-    def seconds(self, step: Step, block_size: int) -> float:
+    def seconds(self, step: Step, reads: GroupReads) -> float:
         """How long the step takes, its copies included."""
-        copy_seconds = self.copy_seconds(step, block_size)
+        copy_seconds = self.copy_seconds(step, reads)
         if not step.rows:
             return copy_seconds
-        return self.microseconds(quantities(step)) / 1e6 + copy_seconds
+        return self.microseconds(quantities(step, reads)) / 1e6 + copy_seconds
 
     def microseconds(self, counts: Quantities) -> float:
         """How long a step of these `quantities` takes."""

@@ -11,10 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
+from kvmanager_service.core.fair_queue import DEFAULT_WEIGHTS
 from kvmanager_service.core.policies import POLICIES
 from kvmanager_service.core.scheduler_config import PREEMPTION_MODES, RECOMPUTE, SchedulerConfig
 from kvmanager_service.replay.cost_model import TERMS, CostModel
+from kvmanager_service.replay.kv_geometry import DEFAULT_BLOCK_SIZE, MAX_GROUPS, GroupShape, read_groups
 from kvmanager_service.replay.plot import SUFFIXES
+from kvmanager_service.replay.tenants import MAX_TENANTS, read_shares
 from kvmanager_service.replay.trace import FORMATS, MOONCAKE_BLOCK
 
 __all__ = ["parse"]
@@ -31,8 +34,11 @@ Examples:
   kvplane replay mooncake.jsonl --num-blocks 10001 --block-size 512 \\
     --one-at-a-time --whole-blocks --eviction-policy lfu
   kvplane replay azure.csv --num-blocks 29696 --speedup 4 --plot replay.svg
+  kvplane replay azure.csv --num-blocks 8000 --tenants 3,1 --policy fair
   kvplane calibrate localhost:50061 -o cost.json
   kvplane replay azure.csv --num-blocks 8000 --cost-model cost.json
+  kvplane plan config.json --memory 80GiB --json |
+    kvplane replay azure.csv --kv-cache -
 
 Exit codes: 0 done, 1 the trace or a file can not be used, 2 wrong usage, 130
 interrupted."""
@@ -71,6 +77,29 @@ def _speedup(text: str) -> float:
     return _number(float, 1e-6, "a number")(text)
 
 
+def _weight(text: str) -> float:
+    return _number(float, 0, "a number")(text)
+
+
+def _groups(text: str) -> tuple[GroupShape, ...]:
+    try:
+        return read_groups(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected up to {MAX_GROUPS} groups of full, window:N, chunk:N, state or state:N, such as"
+            f" full,5xwindow:1024, got {text!r}"
+        ) from None
+
+
+def _shares(text: str) -> tuple[int, ...]:
+    try:
+        return read_shares(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected 2 to {MAX_TENANTS} shares of at least 1, such as 3,1, got {text!r}"
+        ) from None
+
+
 def _picture(text: str) -> Path:
     path = Path(text)
     if path.suffix.lower() not in SUFFIXES:
@@ -82,6 +111,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the arguments after the program's name. Raises SystemExit(2) for wrong ones, SystemExit(0) for --help."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.num_blocks is None and options.kv_cache is None:
+        parser.error("expected --num-blocks, or --kv-cache to take them from, got neither")
     if options.num_blocks == 1:
         parser.error("--num-blocks: expected 0, or at least 2 (one of them is the null block), got 1")
     if options.max_num_seqs > options.max_num_batched_tokens:
@@ -92,6 +123,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.preemption_mode != RECOMPUTE and not options.num_host_blocks:
         parser.error(
             f"--num-host-blocks: expected at least 1 to swap to (--preemption-mode {options.preemption_mode}), got 0"
+        )
+    for name in ("input", "output"):
+        if not getattr(options, f"fair_{name}_weight"):
+            parser.error(f"--fair-{name}-weight: expected a number above 0, got 0")
+    if options.fair_cached_weight > options.fair_input_weight:
+        parser.error(
+            f"--fair-cached-weight: expected at most --fair-input-weight ({options.fair_input_weight:g}), since a token"
+            f" that is found costs no more than one that is computed; got {options.fair_cached_weight:g}"
         )
     return options
 
@@ -113,12 +152,24 @@ def _parser() -> argparse.ArgumentParser:
 
     pool = parser.add_argument_group("pool")
     pool.add_argument(
-        "--num-blocks",
-        type=_count(0),
-        required=True,
-        help="blocks, the null block included; 0: as many as could be used",
-    )
-    pool.add_argument("--block-size", type=_count(1), default=16, help="tokens per block; default: %(default)s")
+        "--num-blocks", type=_count(0),
+        help="blocks, the null block included; 0: as many as could be used; default: those of --kv-cache",
+    )  # fmt: skip
+    pool.add_argument(
+        "--block-size", type=_count(1),
+        help=f"tokens per block; default: those of --kv-cache, or {DEFAULT_BLOCK_SIZE}",
+    )  # fmt: skip
+    pool.add_argument(
+        "--kv-groups", type=_groups, metavar="GROUPS",
+        help="the model's KV groups, each with tables of its own: full attention, a sliding window or a local chunk of"
+        " N tokens, a state with a checkpoint every N, or every block; such as full,5xwindow:1024,state:512;"
+        " default: those of --kv-cache, or full",
+    )  # fmt: skip
+    pool.add_argument(
+        "--kv-cache", type=Path, metavar="FILE",
+        help="blocks, their size and KV groups, as `kvplane plan --json` or `kvplane calibrate -o` wrote them; -: from"
+        " standard input; a flag above wins over the file",
+    )  # fmt: skip
     pool.add_argument(
         "--eviction-policy", choices=[*EVICTION_POLICIES], default=DEFAULT_EVICTION_POLICY,
         help="which cached block gives way first; default: %(default)s",
@@ -142,12 +193,33 @@ def _parser() -> argparse.ArgumentParser:
     order.add_argument(
         "--policy", choices=[*POLICIES], default=limits.policy, help="order of service; default: %(default)s"
     )
+    for name, what in (
+        ("input", "a computed prompt token"),
+        ("output", "a generated token"),
+        ("cached", "a prompt token found in the prefix cache"),
+    ):
+        order.add_argument(
+            f"--fair-{name}-weight", type=_weight, default=getattr(DEFAULT_WEIGHTS, name),
+            help=f"what {what} counts for its tenant; default: %(default)s",
+        )  # fmt: skip
+    order.add_argument(
+        "--tenants", type=_shares, metavar="SHARES",
+        help="whose requests of a trace are that names no tenant: tenant-1's and so on, by these shares in turn, such"
+        " as 3,1",
+    )  # fmt: skip
+    order.add_argument(
+        "--isolate-tenants", action="store_true", help="share cached blocks only among requests of one tenant"
+    )
     order.add_argument(
         "--max-num-seqs", type=_count(1), default=limits.max_num_seqs, help="most running; default: %(default)s"
     )
     order.add_argument(
         "--max-num-batched-tokens", type=_count(1), default=limits.max_num_batched_tokens,
         help="most tokens of a step; default: %(default)s",
+    )  # fmt: skip
+    order.add_argument(
+        "--long-prefill-token-threshold", type=_count(0), default=limits.long_prefill_token_threshold,
+        help="most prompt tokens of one request in a step; default: 0, no limit",
     )  # fmt: skip
     order.add_argument(
         "--preemption-mode", choices=[*PREEMPTION_MODES], default=limits.preemption_mode,

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["Measurements", "Sample", "percentiles", "summarise", "table"]
+from kvmanager_service.core.fair_queue import DEFAULT_WEIGHTS, FairWeights
+
+__all__ = ["Measurements", "Sample", "TenantMeasurements", "percentiles", "summarise", "table", "tenants_table"]
 
 PERCENTILES = (50, 90, 99)
 
@@ -42,10 +45,27 @@ def _floats() -> array[float]:
 
 
 @dataclass(slots=True)
+class TenantMeasurements:
+    """What of it was one tenant's; names as in `Measurements`."""
+
+    num_requests: int = 0
+    refused: int = 0
+    failed: int = 0
+    hit_tokens: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    queue_times: array[float] = field(default_factory=_floats)
+    first_token_times: array[float] = field(default_factory=_floats)
+    token_gaps: array[float] = field(default_factory=_floats)
+
+
+@dataclass(slots=True)
 class Measurements:
     """Everything counted on the way. Times in seconds.
 
     Attributes:
+        by_tenant: whether tenants are told apart.
+        hit_blocks, prompt_blocks: pieces of prompts that a hit is a whole number of, whatever the number of KV groups.
         refused: requests that could never fit the pool.
         failed: those that outgrew it while they ran.
         queue_seconds: Σ over time of the queue's length, requests × seconds.
@@ -55,6 +75,7 @@ class Measurements:
     """
 
     has_clock: bool
+    by_tenant: bool = False
     num_requests: int = 0
     refused: int = 0
     failed: int = 0
@@ -76,6 +97,29 @@ class Measurements:
     first_token_times: array[float] = field(default_factory=_floats)
     token_gaps: array[float] = field(default_factory=_floats)
     samples: list[Sample] = field(default_factory=list)
+    tenants: dict[str, TenantMeasurements] = field(default_factory=dict)
+
+    def tenant(self, name: str) -> TenantMeasurements | None:
+        """One tenant's, made where there are none yet; None where tenants are not told apart."""
+        return self.tenants.setdefault(name, TenantMeasurements()) if self.by_tenant else None
+
+    def note_refusal(self, tenant: str) -> None:
+        """A request can never fit the pool."""
+        self.refused += 1
+        mine = self.tenant(tenant)
+        if mine is not None:
+            mine.refused += 1
+
+    def note_prompt(self, tenant: str, num_hit: int, num_tokens: int, block_size: int) -> None:
+        """A request that was admitted has ended: its prompt's tokens, and how many of them were found."""
+        self.num_requests += 1
+        self.hit_blocks += num_hit // block_size
+        self.prompt_blocks += -(-num_tokens // block_size)
+        mine = self.tenant(tenant)
+        if mine is not None:
+            mine.num_requests += 1
+            mine.hit_tokens += num_hit
+            mine.prompt_tokens += num_tokens
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
@@ -87,8 +131,14 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     return {"mean": math.fsum(ordered) / len(ordered), **ranks, "max": ordered[-1]}
 
 
-def summarise(found: Measurements, settings: dict[str, Any]) -> dict[str, Any]:
-    """The document `--json` prints. What has no clock has no times."""
+def summarise(found: Measurements, settings: dict[str, Any], weights: FairWeights = DEFAULT_WEIGHTS) -> dict[str, Any]:
+    """The document `--json` prints. What has no clock has no times; tenants are in it where any request names one.
+
+    Args:
+        found: what was measured.
+        settings: of the replay.
+        weights: what a token counts as service to its tenant.
+    """
     document: dict[str, Any] = {
         "settings": settings,
         "requests": {"replayed": found.num_requests, "refused": found.refused, "failed": found.failed},
@@ -117,6 +167,30 @@ def summarise(found: Measurements, settings: dict[str, Any]) -> dict[str, Any]:
             "ttft_s": percentiles(found.first_token_times),
             "itl_s": percentiles(found.token_gaps),
         }
+    if found.by_tenant:
+        document["tenants"] = {
+            name: _tenant(mine, weights, has_clock=found.has_clock) for name, mine in sorted(found.tenants.items())
+        }
+    return document
+
+
+def _tenant(mine: TenantMeasurements, weights: FairWeights, *, has_clock: bool) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "requests": {"replayed": mine.num_requests, "refused": mine.refused, "failed": mine.failed},
+        "token_hit_ratio": _share(mine.hit_tokens, mine.prompt_tokens),
+        "hit_tokens": mine.hit_tokens,
+        "prompt_tokens": mine.prompt_tokens,
+    }
+    if has_clock:
+        computed = mine.prompt_tokens - mine.hit_tokens
+        service = weights.input * computed + weights.cached * mine.hit_tokens + weights.output * mine.output_tokens
+        document |= {
+            "output_tokens": mine.output_tokens,
+            "service": service,
+            "queue_time_s": percentiles(mine.queue_times),
+            "ttft_s": percentiles(mine.first_token_times),
+            "itl_s": percentiles(mine.token_gaps),
+        }
     return document
 
 
@@ -135,8 +209,10 @@ def table(document: dict[str, Any]) -> Table:
 def _rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     settings, requests, cache = document["settings"], document["requests"], document["prefix_cache"]
     pool = f"{settings['num_blocks']:,} blocks of {settings['block_size']} tokens, {settings['eviction_policy']}"
+    groups = settings["kv_groups"]
     rows = [
         ("pool", pool),
+        *([("groups", groups)] if groups != "full" else []),
         ("requests", ", ".join(f"{count:,} {what}" for what, count in requests.items() if count or what == "replayed")),
         *((f"hit ratio, {unit}s", _ratio(cache, unit)) for unit in ("block", "token")),
         ("evicted", f"{cache['evicted_blocks']:,} blocks"),
@@ -164,3 +240,32 @@ def _spread(values: dict[str, float] | None) -> str:
     if values is None:
         return "none"
     return ", ".join(f"{name} {value * 1000:,.1f}" for name, value in values.items()) + " ms"
+
+
+_TENANT_COLUMNS = ("tenant", "requests", "hit ratio", "prompt", "output", "service", "ttft p50", "ttft p99", "itl p99")
+
+
+def tenants_table(document: dict[str, Any]) -> Table | None:
+    """A line for each tenant; None where there are not several."""
+    tenants = document.get("tenants", {})
+    if len(tenants) < 2:
+        return None
+    has_clock = "makespan_s" in document
+    shown = Table(box=None, padding=(0, 2, 0, 0))
+    for index, name in enumerate(_TENANT_COLUMNS[: None if has_clock else 4]):
+        shown.add_column(f"[dim]{name}[/dim]", justify="right" if index else "left")
+    for name, mine in tenants.items():
+        shown.add_row(*_tenant_cells(name, mine, has_clock=has_clock))
+    return shown
+
+
+def _tenant_cells(name: str, mine: dict[str, Any], *, has_clock: bool) -> Iterable[str]:
+    yield escape(name) or "(none)"
+    yield f"{mine['requests']['replayed']:,}"
+    yield f"{mine['token_hit_ratio']:.4f}"
+    yield f"{mine['prompt_tokens']:,}"
+    if has_clock:
+        yield f"{mine['output_tokens']:,}"
+        yield f"{mine['service']:,.0f}"
+        for values, percentile in ((mine["ttft_s"], "p50"), (mine["ttft_s"], "p99"), (mine["itl_s"], "p99")):
+            yield "none" if values is None else f"{values[percentile] * 1000:,.1f} ms"

@@ -16,7 +16,9 @@ from kvmanager_service.core.request import FinishReason, RequestOutput
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.step import Step, StepResult
 from kvmanager_service.replay.cost_model import CostModel
-from kvmanager_service.replay.report import Measurements, Sample
+from kvmanager_service.replay.group_reads import GroupReads
+from kvmanager_service.replay.report import Measurements, Sample, TenantMeasurements
+from kvmanager_service.replay.tenants import has_tenants
 from kvmanager_service.replay.trace import FIRST_SAMPLED_TOKEN, TraceRequest
 
 __all__ = ["TimedReplay"]
@@ -26,12 +28,13 @@ _MAX_SAMPLED = (1 << 31) - FIRST_SAMPLED_TOKEN
 
 
 class _Progress:
-    """Where one request stands. `started` and `last_token` are moments, _NOT_YET before."""
+    """Where one request stands. `started` and `last_token` are moments, _NOT_YET before; `tenant` is None for none."""
 
-    __slots__ = ("last_token", "started", "traced")
+    __slots__ = ("last_token", "started", "tenant", "traced")
 
-    def __init__(self, traced: TraceRequest) -> None:
+    def __init__(self, traced: TraceRequest, tenant: TenantMeasurements | None) -> None:
         self.traced = traced
+        self.tenant = tenant
         self.started = _NOT_YET
         self.last_token = _NOT_YET
 
@@ -45,6 +48,7 @@ class TimedReplay:
         cost: how long steps take.
         speedup: how many times faster than recorded requests arrive.
         on_done: told how many requests have ended, whenever some have.
+        reads: how much of a sequence the model's layers read; None: the scheduler's groups have as many layers each.
 
     Attributes:
         now: the clock, seconds since the first arrival.
@@ -57,18 +61,21 @@ class TimedReplay:
         cost: CostModel,
         speedup: float = 1.0,
         on_done: Callable[[int], None] = lambda _: None,
+        *,
+        reads: GroupReads | None = None,
     ) -> None:
         self.now = 0.0
         self._scheduler = scheduler
         self._cost = cost
+        self._reads = reads or GroupReads.of(scheduler.kv)
         self._speedup = speedup
         self._on_done = on_done
         self._arrivals = deque(sorted(trace, key=lambda traced: traced.arrival))
         self._open: dict[str, _Progress] = {}
-        self._in_flight: deque[tuple[Step, float]] = deque()
+        self._in_flight: deque[tuple[Step, float, float]] = deque()  # with its end, and how long it takes
         self._num_sampled = 0
         self._num_done = 0
-        self._found = Measurements(has_clock=True)
+        self._found = Measurements(has_clock=True, by_tenant=has_tenants(trace))
 
     def run(self) -> Measurements:
         """Replay until every request has ended."""
@@ -90,10 +97,10 @@ class TimedReplay:
             try:
                 self._scheduler.add_request(traced.to_new_request(self._arrives_at(traced)))
             except InvalidRequestError:
-                self._found.refused += 1
+                self._found.note_refusal(traced.tenant)
                 self._end_one()
             else:
-                self._open[traced.request_id] = _Progress(traced)
+                self._open[traced.request_id] = _Progress(traced, self._found.tenant(traced.tenant))
 
     def _send_steps(self) -> None:
         """Schedule as many steps as may be out."""
@@ -101,8 +108,8 @@ class TimedReplay:
             step = self._scheduler.schedule()
             if step is not None:
                 starts_at = max(self.now, self._in_flight[-1][1] if self._in_flight else 0.0)
-                seconds = self._cost.seconds(step, self._scheduler.kv.block_size)
-                self._in_flight.append((step, starts_at + seconds))
+                seconds = self._cost.seconds(step, self._reads)
+                self._in_flight.append((step, starts_at + seconds, seconds))
                 self._note_admissions(step)
             if not self._publish() and step is None:
                 return
@@ -113,7 +120,10 @@ class TimedReplay:
                 progress = self._open[row.request.request_id]
                 if progress.started == _NOT_YET:
                     progress.started = self.now
-                    self._found.queue_times.append(self.now - self._arrives_at(progress.traced))
+                    waited = self.now - self._arrives_at(progress.traced)
+                    self._found.queue_times.append(waited)
+                    if progress.tenant is not None:
+                        progress.tenant.queue_times.append(waited)
 
     def _next_moment(self) -> float | None:
         moments = [self._in_flight[0][1]] if self._in_flight else []
@@ -130,17 +140,16 @@ class TimedReplay:
         self._scheduler.kv.pool.advance(moment)
 
     def _finish_step(self) -> None:
-        step, _ = self._in_flight.popleft()
+        step, _, seconds = self._in_flight.popleft()
         first = FIRST_SAMPLED_TOKEN + self._num_sampled % (_MAX_SAMPLED - step.num_samples)
         self._num_sampled += step.num_samples
         sampled = list(range(first, first + step.num_samples))
-        block_size = self._scheduler.kv.block_size
         result = StepResult(
             step.step_id,
             sampled,
             [row.stop for row in step.rows],
-            compute_us=round(self._cost.seconds(step, block_size) * 1e6),
-            copy_us=round(self._cost.copy_seconds(step, block_size) * 1e6),
+            compute_us=round(seconds * 1e6),
+            copy_us=round(self._cost.copy_seconds(step, self._reads) * 1e6),
         )
         self._scheduler.update(result)
         self._publish()
@@ -157,20 +166,30 @@ class TimedReplay:
         return bool(outputs)
 
     def _note_token(self, progress: _Progress) -> None:
+        found, tenant = self._found, progress.tenant
         if progress.last_token == _NOT_YET:
-            self._found.first_token_times.append(self.now - self._arrives_at(progress.traced))
+            waited = self.now - self._arrives_at(progress.traced)
+            found.first_token_times.append(waited)
+            if tenant is not None:
+                tenant.first_token_times.append(waited)
         else:
-            self._found.token_gaps.append(self.now - progress.last_token)
+            gap = self.now - progress.last_token
+            found.token_gaps.append(gap)
+            if tenant is not None:
+                tenant.token_gaps.append(gap)
+        if tenant is not None:
+            tenant.output_tokens += 1
         progress.last_token = self.now
 
     def _note_end(self, progress: _Progress, output: RequestOutput) -> None:
-        found, kv = self._found, self._scheduler.kv
+        found, traced = self._found, progress.traced
         del self._open[output.request_id]
         if output.finish_reason is FinishReason.ERROR:
             found.failed += 1
-        found.num_requests += 1
-        found.hit_blocks += output.num_cached_tokens // kv.block_size
-        found.prompt_blocks += kv.num_blocks_for(progress.traced.prompt_length)
+            if progress.tenant is not None:
+                progress.tenant.failed += 1
+        block_size = self._scheduler.kv.block_size
+        found.note_prompt(traced.tenant, output.num_cached_tokens, traced.prompt_length, block_size)
         self._end_one()
 
     def _end_one(self) -> None:

@@ -1,7 +1,7 @@
 """Request traces: three formats, one kind of request.
 
 Station: called by `__main__`; the runners take what it returns. A trace has lengths and says which prompts begin alike;
-the tokens themselves are made up here, the same ones each time.
+the tokens themselves are made up here, the same ones each time. Requests are in the order they arrive in.
 
     mooncake  jsonl: timestamp (ms), input_length, output_length, hash_ids: one id per 512 tokens of the prompt,
               equal ids = equal tokens. Source: kvcache-ai/Mooncake, the FAST'25 traces.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import csv
 import datetime
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,8 @@ class TraceRequest:
         arrival: seconds since the trace began.
         parts: the prompt as runs of one token: pairs of token id and length.
         output_length: tokens to produce, at least 1.
-        priority, retention_priority, cache_salt: as in a `GenerateRequest`.
-        retention: as in a `NewRequest`.
+        priority, retention_priority, cache_salt, tenant: as in a `GenerateRequest`.
+        retention, is_isolated: as in a `NewRequest`.
     """
 
     request_id: str
@@ -80,6 +80,8 @@ class TraceRequest:
     retention_priority: int = 0
     cache_salt: str = ""
     retention: tuple[RetentionRange, ...] = ()
+    tenant: str = ""
+    is_isolated: bool = False
 
     @property
     def prompt_length(self) -> int:
@@ -98,6 +100,8 @@ class TraceRequest:
             arrival_time=arrival_time,
             retention_priority=self.retention_priority,
             retention=self.retention,
+            tenant=self.tenant,
+            is_isolated=self.is_isolated,
         )
 
     def with_whole_runs(self, length: int) -> TraceRequest:
@@ -106,14 +110,16 @@ class TraceRequest:
 
 
 class _Lines:
-    """The lines of a file that are not blank, with their numbers; and the errors that name them."""
+    """The lines of a file that are not blank, with their numbers; and the errors that name them. Read once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.number = 0
+        self._source = self._read()
+        self._first: str | None = None
 
-    def __iter__(self) -> Iterator[str]:
-        with self.path.open(encoding="utf-8", newline="") as file:
+    def _read(self) -> Iterator[str]:
+        with self.path.open(encoding="utf-8-sig", newline="") as file:
             try:
                 for self.number, line in enumerate(file, start=1):
                     if line.strip():
@@ -121,11 +127,21 @@ class _Lines:
             except UnicodeDecodeError as error:
                 raise TraceError(str(self.path), self.number + 1, "UTF-8 text", str(error)) from None
 
+    def first(self) -> str:
+        """The first line, which is read again; empty where there is none."""
+        self._first = next(self._source, None)
+        return self._first or ""
+
+    def __iter__(self) -> Iterator[str]:
+        if self._first is not None:
+            yield self._first
+        yield from self._source
+
     def error(self, expected: str, got: str) -> TraceError:
         """An error of the present line."""
         if len(got) > _LONGEST_QUOTE:
             got = got[:_LONGEST_QUOTE] + "..."
-        return TraceError(str(self.path), max(self.number, 1), expected, got)
+        return TraceError(str(self.path), max(self.number, 1), expected, got or "nothing")
 
 
 def _shown(value: object) -> str:
@@ -139,7 +155,7 @@ class _Record:
         self._lines = lines
         try:
             values = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise lines.error("a JSON object", f"{line.strip()!r}: {error}") from None
         if not isinstance(values, dict):
             raise lines.error("a JSON object", _shown(values))
@@ -205,7 +221,7 @@ _AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 
 def _read_azure(lines: _Lines) -> Iterator[TraceRequest]:
-    rows = csv.reader(lines)
+    rows = _csv_rows(lines)
     header = next(rows, [])
     if header != _AZURE_COLUMNS:
         raise lines.error(f"the columns {','.join(_AZURE_COLUMNS)}", ",".join(header))
@@ -227,6 +243,18 @@ def _read_azure(lines: _Lines) -> Iterator[TraceRequest]:
         )
 
 
+def _csv_rows(lines: _Lines) -> Iterator[list[str]]:
+    rows = csv.reader(lines, strict=True)
+    while True:
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            raise lines.error("comma-separated values", str(error)) from None
+        if row is None:
+            return
+        yield row
+
+
 def _azure_count(lines: _Lines, name: str, text: str) -> int:
     if not text.isdecimal() or int(text) > _MAX_LENGTH:
         raise lines.error(f"{name}: an integer in 0 to {_MAX_LENGTH}", text)
@@ -235,7 +263,7 @@ def _azure_count(lines: _Lines, name: str, text: str) -> int:
 
 _KVPLANE_FIELDS = (
     "arrival", "prompt_token_ids", "prompt_length", "prefix", "output_length", "priority", "retention_priority",
-    "retention", "cache_salt",
+    "retention", "cache_salt", "tenant",
 )  # fmt: skip
 
 
@@ -255,6 +283,7 @@ def _read_kvplane(lines: _Lines) -> Iterator[TraceRequest]:
             priority=record.integer("priority", -_MAX_INT32 - 1, _MAX_INT32, 0),
             retention_priority=record.integer("retention_priority", MIN_RETENTION_PRIORITY, MAX_RETENTION_PRIORITY, 0),
             cache_salt=record.text("cache_salt"),
+            tenant=record.text("tenant"),
             retention=_retention(lines, record, sum(length for _, length in parts)),
         )
 
@@ -316,27 +345,30 @@ def read_trace(path: Path, trace_format: str = "auto", limit: int = 0) -> list[T
         limit: most requests read; 0 is all.
 
     Returns:
-        Requests in file order, the earliest arriving at 0.
+        Requests in file order, the first arriving at 0 and none before another.
 
     Raises:
-        TraceError: a line is not what the format says, or there is none.
+        TraceError: a line is not what the format says, or earlier than the one before it; or there is none.
         OSError: the file can not be read.
     """
     lines = _Lines(path)
-    reader = FORMATS[_guess(path) if trace_format == "auto" else trace_format]
-    requests = []
+    first = lines.first()
+    reader = FORMATS[_guess(lines, first) if trace_format == "auto" else trace_format]
+    requests: list[TraceRequest] = []
     for request in reader(lines):
+        if requests and request.arrival < requests[-1].arrival:
+            early = f"one {requests[-1].arrival - request.arrival:g} s earlier"
+            raise lines.error("a request that arrives no earlier than the one before it; sort the trace by time", early)
         requests.append(request)
         if len(requests) == limit:
             break
     if not requests:
         raise lines.error("at least one request", "none")
-    return _from_zero(requests)
+    start = requests[0].arrival
+    return [replace(request, arrival=request.arrival - start) for request in requests]
 
 
-def _guess(path: Path) -> str:
-    lines = _Lines(path)
-    first = next(iter(lines), "")
+def _guess(lines: _Lines, first: str) -> str:
     if first.startswith(_AZURE_COLUMNS[0]):
         return "azure"
     if '"hash_ids"' in first:
@@ -344,8 +376,3 @@ def _guess(path: Path) -> str:
     if '"arrival"' in first:
         return "kvplane"
     raise lines.error(f"a first line of one of the formats {', '.join(FORMATS)}", first.strip() or "none")
-
-
-def _from_zero(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
-    start = min(request.arrival for request in requests)
-    return [replace(request, arrival=request.arrival - start) for request in requests]

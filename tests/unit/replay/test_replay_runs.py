@@ -7,10 +7,12 @@ import pytest
 
 from kvmanager_service.core.eviction_policies import EVICTION_POLICIES
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
+from kvmanager_service.core.kv_groups import FullAttention
 from kvmanager_service.core.retention import RetentionRange
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.replay.cost_model import CostModel
+from kvmanager_service.replay.group_reads import GroupReads
 from kvmanager_service.replay.one_at_a_time import replay_one_at_a_time
 from kvmanager_service.replay.report import Measurements, percentiles, summarise, table
 from kvmanager_service.replay.timed import TimedReplay
@@ -145,7 +147,7 @@ def test_cost_model_sums_its_terms() -> None:
     scheduler.add_request(traced("a", 0.0, (1, 8), output=3).to_new_request(0.0))
     step = scheduler.schedule()
     assert step is not None
-    run_times.append(cost.seconds(step, 4))
+    run_times.append(cost.seconds(step, GroupReads([FullAttention(4)])))
     found = run([traced("a", 0.0, (1, 8), output=3), traced("b", 1.0, (2, 5), output=1)], cost=cost)
     # 8 prompt tokens, 8 read, 36 pairs; then a row at length 9 beside 5 prompt tokens, 15 pairs; then one at length 10.
     first, second, third = 1.080008 + 0.0000036, 1.0 + 0.05 + 0.0001 + 0.000014 + 0.0000015, 1.0 + 0.0001 + 0.00001
@@ -190,7 +192,7 @@ def test_percentiles_are_nearest_ranks() -> None:
 
 
 def test_table_shows_times_only_of_what_has_a_clock() -> None:
-    settings = {"num_blocks": 40, "block_size": BLOCK_SIZE, "eviction_policy": "lru"}
+    settings = {"num_blocks": 40, "block_size": BLOCK_SIZE, "kv_groups": "full", "eviction_policy": "lru"}
     trace = [traced("a", 0.0, (1, 8))]
     timed = table(summarise(run(trace), settings))
     alone = table(summarise(replay_one_at_a_time(trace, KVCacheManager(40, BLOCK_SIZE)), settings))

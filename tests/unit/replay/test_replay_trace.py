@@ -45,22 +45,24 @@ def test_azure_prompts_begin_differently(tmp_path: Path) -> None:
 def test_kvplane_explicit_ids_and_shared_prefixes(tmp_path: Path) -> None:
     path = write(
         tmp_path,
-        {"arrival": 2, "prompt_token_ids": [7, 8, 7], "output_length": 1, "priority": -1},
+        {"arrival": 1, "prompt_token_ids": [7, 8, 7], "output_length": 1, "priority": -1},
         KVPLANE
         | {
             "prefix": [["system", 10], ["user", 5]],
             "retention_priority": 9,
             "cache_salt": "s",
+            "tenant": "acme",
             "retention": [[0, 10, 80, 60], [30, None, -5]],
         },
         KVPLANE | {"prefix": [["system", 10], ["other", 20]]},
     )
     ids, first, second = read_trace(path)
+    new = first.to_new_request(1.0)
     assert ids.to_new_request(0.0).prompt == b"".join(token.to_bytes(4, "little") for token in (7, 8, 7))
-    assert (ids.arrival, ids.priority) == (0.5, -1)
+    assert (ids.arrival, ids.priority, ids.tenant) == (0.0, -1, "")
+    assert (first.arrival, first.tenant, new.tenant) == (0.5, "acme", "acme")
     assert first.parts == ((0, 10), (1, 5), (FIRST_UNIQUE_TOKEN + 2, 15))
     assert second.parts == ((0, 10), (2, 20))
-    new = first.to_new_request(1.0)
     assert (new.retention_priority, new.cache_salt, new.stop.max_tokens) == (9, "s", 5)
     assert new.retention == (RetentionRange(0, 10, 80, 60.0), RetentionRange(30, END_OF_SEQUENCE, -5))
 
