@@ -54,7 +54,7 @@ def _tell(options: argparse.Namespace, reason: str, message: str) -> None:
 
 def _calibrate(options: argparse.Namespace) -> int:
     found = _measure(options)
-    document = summarise(found, fit_cost_model(found.steps), _settings(options))
+    document = summarise(found, fit_cost_model(found.steps, has_kv=found.has_kv), _settings(options))
     if options.json:
         sys.stdout.write(f"{json.dumps(document)}\n")
     else:

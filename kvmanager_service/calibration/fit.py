@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from kvmanager_service.replay.cost_model import TERMS, CostModel, Quantities
+from kvmanager_service.replay.cost_model import KV_TERMS, TERMS, CostModel, Quantities
 
 __all__ = ["Measured", "UndeterminedError", "fit_cost_model", "relative_error"]
 
@@ -36,24 +36,29 @@ class Measured:
     microseconds: float
 
 
-def fit_cost_model(measured: Sequence[Measured]) -> CostModel:
+def fit_cost_model(measured: Sequence[Measured], *, has_kv: bool = True) -> CostModel:
     """Find the terms, none below 0, whose relative errors have the least sum of squares.
 
     Relative, so that a decode step of 5 ms counts as much as a prompt of 5 s. Not below 0, so that no step of any size
     is ever predicted to take less than nothing. With so few terms that is exact: each set of terms that are not 0 is an
     ordinary least squares problem, and of those whose solution is not below 0 the best is the answer.
 
+    Args:
+        measured: steps that were timed.
+        has_kv: whether any layer keeps K and V. Where none does, the terms of what is read of them are 0.
+
     Raises:
         UndeterminedError: some term could be anything.
     """
     rows = [[count / step.microseconds for count in step.counts] for step in measured]
-    every = tuple(range(len(TERMS)))
+    every = [index for index, name in enumerate(TERMS) if has_kv or name not in KV_TERMS]
     unbounded = _least_squares(rows, every)
     if unbounded is None:
-        raise UndeterminedError(f"{len(measured)} steps that do not tell {', '.join(TERMS)} apart")
+        names = ", ".join(TERMS[index] for index in every)
+        raise UndeterminedError(f"{len(measured)} steps that do not tell {names} apart")
     solutions = [unbounded]
     if min(unbounded) < 0:
-        smaller = [kept for size in range(1, len(TERMS)) for kept in combinations(every, size)]
+        smaller = [kept for size in range(1, len(every)) for kept in combinations(every, size)]
         solutions = [found for kept in smaller if (found := _least_squares(rows, kept)) is not None and min(found) >= 0]
     best = min(solutions, key=lambda terms: _squared_error(rows, terms))
     return CostModel(*(float(f"{term:.{_SIGNIFICANT_DIGITS}g}") for term in best))

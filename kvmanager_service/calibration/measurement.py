@@ -23,9 +23,20 @@ from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvplane.executor.v1.executor_service_pb2_grpc import ExecutorServiceStub
 
 from kvmanager_service.calibration.fit import Measured
-from kvmanager_service.calibration.shapes import CalibrationLimits, StepShape, choose_shapes, make_step
+from kvmanager_service.calibration.shapes import (
+    CalibrationLimits,
+    StepShape,
+    blocks_by_group,
+    choose_shapes,
+    make_step,
+)
+from kvmanager_service.core.kv_cache_coordinator import needs_no_coordinator
+from kvmanager_service.core.kv_groups import KVGroup
+from kvmanager_service.core.step import Step
 from kvmanager_service.executor_client import MAX_MESSAGE_BYTES, PROFILE_TIMEOUT_S, UNARY_TIMEOUT_S
+from kvmanager_service.executor_groups import UnsupportedGroupsError, read_groups
 from kvmanager_service.replay.cost_model import quantities
+from kvmanager_service.replay.group_reads import GroupReads
 from kvmanager_service.step_message import build_execute_request
 
 __all__ = ["CalibrationError", "Measurement", "measure"]
@@ -59,10 +70,14 @@ class Measurement:
 
     Attributes:
         info: what the executor said of its model.
+        num_blocks: blocks that it has room for under these limits, the null block included.
+        has_kv: whether any layer of it keeps K and V.
         steps: each shape with the median of its times.
     """
 
     info: pb.GetModelInfoResponse
+    num_blocks: int
+    has_kv: bool
     steps: list[Measured] = field(default_factory=list)
 
 
@@ -91,7 +106,7 @@ async def measure(
     async with grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
         executor = _Executor(address, ExecutorServiceStub(channel))
         info = await executor.info()
-        _check_usable(info, force=force)
+        groups = _check_usable(info, force=force)
         profile = await executor.profile(max_num_batched_tokens, max_num_seqs)
         limits = CalibrationLimits(
             max_num_batched_tokens=max_num_batched_tokens,
@@ -100,30 +115,33 @@ async def measure(
             block_size=info.block_size,
             num_blocks=profile.num_blocks,
             vocab_size=info.vocab_size,
+            groups=tuple(groups),
         )
+        reads = GroupReads(groups, [group.num_layers for group in info.kv_groups])
         shapes = choose_shapes(limits)
         if not shapes:
             raise CalibrationError("LIMITS_TOO_SMALL", f"expected limits that some step keeps to, got {limits}")
-        num_blocks = 1 + max(shape.num_blocks(limits.block_size) for shape in shapes)
-        kv_cache = await executor.initialize(num_blocks)
+        kv_cache = await executor.initialize(1 + sum(blocks_by_group(shapes, limits)))
         try:
-            steps = await _time_steps(executor, shapes, limits, kv_cache, rounds=rounds, on_step=on_step)
+            times = await _time_steps(executor, shapes, limits, kv_cache.kv_epoch, rounds=rounds, on_step=on_step)
         except BaseException:
             with suppress(CalibrationError):  # what ended the run is told; an executor that is gone keeps nothing
                 await executor.give_back(kv_cache.kv_epoch)
             raise
         await executor.give_back(kv_cache.kv_epoch)
-        return Measurement(info, steps)
+        steps = [
+            Measured(str(shape), quantities(step, reads), max(1.0, median(found)))
+            for shape, (step, found) in zip(shapes, times, strict=True)
+        ]
+        return Measurement(info, profile.num_blocks, reads.has_kv, steps)
 
 
-def _check_usable(info: pb.GetModelInfoResponse, *, force: bool) -> None:
-    types = [group.type for group in info.kv_groups]
-    if types != [pb.KV_GROUP_TYPE_FULL_ATTENTION]:
-        raise CalibrationError(
-            "KV_GEOMETRY_UNSUPPORTED",
-            f"expected one KV group, of full attention, got {len(types)} of types {types}; calibrate on a model with"
-            " full attention in every layer",
-        )
+def _check_usable(info: pb.GetModelInfoResponse, *, force: bool) -> list[KVGroup]:
+    """The executor's groups, if it can be measured."""
+    try:
+        groups = read_groups(info.kv_groups, info.block_size)
+    except UnsupportedGroupsError as error:
+        raise CalibrationError("KV_GEOMETRY_UNSUPPORTED", f"expected {error}; no manager would take it") from error
     if info.HasField("kv_cache") and not force:
         raise CalibrationError(
             "EXECUTOR_IN_USE",
@@ -131,36 +149,38 @@ def _check_usable(info: pb.GetModelInfoResponse, *, force: bool) -> None:
             "manager, or keeps the cache for one that will come back. Start another (python -m executor_service, "
             "without --manager), or stop the manager and give --force, which throws the cache away",
         )
+    return groups
 
 
 async def _time_steps(
     executor: _Executor,
     shapes: list[StepShape],
     limits: CalibrationLimits,
-    kv_cache: pb.KvCacheState,
+    kv_epoch: int,
     *,
     rounds: int,
     on_step: Callable[[int, int], None],
-) -> list[Measured]:
+) -> list[tuple[Step, list[int]]]:
+    """By shape, its step and how long that took each time."""
     times: list[list[int]] = [[] for _ in shapes]
-    counts = [quantities(make_step(shape, 1, limits, kv_cache.num_blocks)) for shape in shapes]
+    num_blocks = blocks_by_group(shapes, limits)
+    steps = [make_step(shape, 1, limits, num_blocks) for shape in shapes]
+    groups = limits.kv_groups
+    table_sizes = () if needs_no_coordinator(groups) else tuple(group.block_size for group in groups)
     total = (rounds + 1) * len(shapes)
     stream = executor.open_stream()
     try:
         for done in range(total):
             which = done % len(shapes)
-            step = make_step(shapes[which], done + 1, limits, kv_cache.num_blocks)
-            request = build_execute_request(step, kv_cache.kv_epoch, limits.block_size)
+            steps[which].step_id = done + 1
+            request = build_execute_request(steps[which], kv_epoch, limits.block_size, table_sizes)
             response = await stream.run(request, str(shapes[which]))
             if done >= len(shapes):
                 times[which].append(response.compute_us)
             on_step(done + 1, total)
     finally:
         stream.cancel()
-    return [
-        Measured(str(shape), count, max(1.0, median(found)))
-        for shape, count, found in zip(shapes, counts, times, strict=True)
-    ]
+    return list(zip(steps, times, strict=True))
 
 
 class _Executor:

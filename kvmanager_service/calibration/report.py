@@ -1,12 +1,14 @@
 """What a calibration shows and writes.
 
-Station: called by `__main__`. The document is what `--json` prints and `--output` writes; `replay.cost_model` reads it.
+Station: called by `__main__`. The document is what `--json` prints and `--output` writes; `replay.cost_model` and
+`replay.kv_geometry` read it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from kvplane.executor.v1 import executor_service_pb2 as pb
 from rich.table import Table
 
 from kvmanager_service.calibration.fit import Measured, relative_error
@@ -31,9 +33,20 @@ def summarise(found: Measurement, model: CostModel, settings: dict[str, Any]) ->
             "kv_cache_dtype": info.kv_cache_dtype,
             "block_size": info.block_size,
         },
+        "kv_cache": {
+            "num_blocks": found.num_blocks,
+            "block_size": info.block_size,
+            "groups": [_group(group) for group in info.kv_groups],
+        },
         "settings": settings,
         "steps": [_step(step, model) for step in found.steps],
     }
+
+
+def _group(group: pb.KvGroup) -> dict[str, Any]:
+    kind = pb.KvGroupType.Name(group.type).removeprefix("KV_GROUP_TYPE_").lower()
+    window = {"window": group.window} if group.type == pb.KV_GROUP_TYPE_SLIDING_WINDOW else {}
+    return {"type": kind, **window, "num_layers": group.num_layers}
 
 
 def _step(step: Measured, model: CostModel) -> dict[str, Any]:
@@ -42,8 +55,8 @@ def _step(step: Measured, model: CostModel) -> dict[str, Any]:
         "step": step.name,
         "prefill_tokens": prefill_tokens,
         "decode_rows": decode_rows,
-        "context_tokens": context,
-        "attention_pairs": pairs,
+        "context_tokens": round(context, 1),
+        "attention_pairs": round(pairs, 1),
         "measured_us": step.microseconds,
         "model_us": round(model.microseconds(step.counts), 1),
     }

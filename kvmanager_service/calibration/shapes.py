@@ -6,18 +6,26 @@ The terms of a cost model are told apart by steps in which they do not grow toge
 that come late in a prompt (the same tokens, more context), and decoding rows, few and many, short and long. Lengths are
 odd ones: those of prompts are anything, and kernels like powers of two so much that a prompt of 230 tokens may take
 longer than one of 256.
+
+Of a model with several KV groups a row has a table of each, null before what it reads. Every group has block ids of its
+own in all steps: what an earlier step left in a block of K and V would be no state to begin from, and may not even be
+numbers.
 """
 
 from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvmanager_service.core.block import KVCacheBlock
+from kvmanager_service.core.kv_cache_coordinator import needs_no_coordinator
+from kvmanager_service.core.kv_groups import FullAttention, GroupTable, KVGroup
 from kvmanager_service.core.request import TOKEN_BYTES, NewRequest, Request, StopRules
 from kvmanager_service.core.step import ScheduledRow, Step
 
-__all__ = ["CalibrationLimits", "StepShape", "choose_shapes", "make_step"]
+__all__ = ["CalibrationLimits", "StepShape", "blocks_by_group", "choose_shapes", "make_step"]
 
 MOST_CONTEXT = 1 << 16
 """Tokens of context in one step, over all rows: enough to see them, few enough to have room in a cache of a few GB."""
@@ -35,6 +43,7 @@ class CalibrationLimits:
         block_size: tokens per block.
         num_blocks: blocks there may be, the null block included.
         vocab_size: token ids are below.
+        groups: the model's KV groups; none: one, of full attention.
     """
 
     max_num_batched_tokens: int
@@ -43,6 +52,17 @@ class CalibrationLimits:
     block_size: int
     num_blocks: int
     vocab_size: int
+    groups: tuple[KVGroup, ...] = ()
+
+    @property
+    def kv_groups(self) -> Sequence[KVGroup]:
+        """At least one."""
+        return self.groups or (FullAttention(self.block_size),)
+
+    @property
+    def blocks_per_group(self) -> int:
+        """Blocks that each group may have: equal parts, since none can have another's."""
+        return (self.num_blocks - 1) // len(self.kv_groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +84,9 @@ class StepShape:
         """Sequence length of each row once it is computed."""
         return self.start + self.num_tokens
 
-    def num_blocks(self, block_size: int) -> int:
-        """Blocks of all rows; they share none."""
-        return self.num_rows * -(-self.stop // block_size)
+    def num_blocks(self, group: KVGroup) -> int:
+        """Blocks of all rows in a group; they share none."""
+        return self.num_rows * (group.num_blocks_for(self.stop) - group.first_needed_block(self.start))
 
     def fits(self, limits: CalibrationLimits) -> bool:
         """Whether the step keeps to the limits, and to `MOST_CONTEXT` unless it is a single row."""
@@ -74,7 +94,7 @@ class StepShape:
             self.num_rows <= limits.max_num_seqs
             and self.num_rows * self.num_tokens <= limits.max_num_batched_tokens
             and self.stop < limits.max_model_len
-            and self.num_blocks(limits.block_size) < limits.num_blocks
+            and all(self.num_blocks(group) <= limits.blocks_per_group for group in limits.kv_groups)
             and (self.num_rows == 1 or self.num_rows * self.stop <= MOST_CONTEXT)
         )
 
@@ -86,7 +106,10 @@ class StepShape:
 
 def choose_shapes(limits: CalibrationLimits) -> list[StepShape]:
     """Choose the steps to be timed, at most a few dozen. Under tiny limits they may not tell all terms apart."""
-    longest = min(limits.max_model_len - 1, (limits.num_blocks - 1) * limits.block_size, MOST_CONTEXT)
+    longest = min(limits.max_model_len - 1, MOST_CONTEXT)
+    for group in limits.kv_groups:
+        if group.reach is None:
+            longest = min(longest, limits.blocks_per_group * group.block_size)
     most_tokens = min(longest, limits.max_num_batched_tokens)
     chunk = min(_LONG_CHUNK, most_tokens)
     lengths = _ladder(_SHORTEST, 9, longest)
@@ -108,7 +131,12 @@ def _ladder(least: int, factor: int, most: int) -> list[int]:
     return [*values, most]
 
 
-def make_step(shape: StepShape, step_id: int, limits: CalibrationLimits, num_blocks: int) -> Step:
+def blocks_by_group(shapes: Sequence[StepShape], limits: CalibrationLimits) -> list[int]:
+    """How many blocks each group needs so that every one of these steps can be made."""
+    return [max(shape.num_blocks(group) for shape in shapes) for group in limits.kv_groups]
+
+
+def make_step(shape: StepShape, step_id: int, limits: CalibrationLimits, num_blocks: Sequence[int]) -> Step:
     """Make a step of a shape. Every row samples as a request does by default, so an answer means it is done.
 
     What the context's blocks hold does not matter to the time. Tokens are spread over the vocabulary and tables over
@@ -118,20 +146,46 @@ def make_step(shape: StepShape, step_id: int, limits: CalibrationLimits, num_blo
         shape: it fits the limits.
         step_id: the step's.
         limits: the executor's.
-        num_blocks: of the cache, the null block included; at least those of the shape and one more.
+        num_blocks: of each group, at least those of the shape: the first group's ids begin at 1, the next one's where
+            they end.
     """
     rng = random.Random(0)  # noqa: S311 - no secret
-    per_row = -(-shape.stop // limits.block_size)
-    block_ids = rng.sample(range(1, num_blocks), shape.num_rows * per_row)
+    ids = _spread_ids(shape, limits, num_blocks, rng)
     rows = []
     for index in range(shape.num_rows):
         computed = array("i", (rng.randrange(limits.vocab_size) for _ in range(shape.num_tokens)))
         prompt = bytes(shape.start * TOKEN_BYTES) + computed.tobytes()
         request = Request(NewRequest(f"row-{index}", prompt, StopRules(max_tokens=1), seed=index), index)
         request.num_computed_tokens = shape.start
-        request.block_id_bytes += array("i", block_ids[index * per_row : (index + 1) * per_row]).tobytes()
+        _give_tables(request, shape, limits, ids)
         row = ScheduledRow(request, shape.num_tokens)
         row.sample_index = index
         rows.append(row)
     num_tokens = shape.num_rows * shape.num_tokens
     return Step(step_id, rows, num_tokens, shape.num_rows, feeds_from_step_id=0, tags=[], copies=[])
+
+
+def _spread_ids(
+    shape: StepShape, limits: CalibrationLimits, num_blocks: Sequence[int], rng: random.Random
+) -> list[Iterator[int]]:
+    """By group, the ids of all rows' blocks."""
+    ids = []
+    first = 1
+    for group, count in zip(limits.kv_groups, num_blocks, strict=True):
+        ids.append(iter(rng.sample(range(first, first + count), shape.num_blocks(group))))
+        first += count
+    return ids
+
+
+def _give_tables(request: Request, shape: StepShape, limits: CalibrationLimits, ids: list[Iterator[int]]) -> None:
+    """Let a request have the tables that a row of the shape reads and writes."""
+    null_block = KVCacheBlock(0)
+    for group, of_group in zip(limits.kv_groups, ids, strict=True):
+        first = group.first_needed_block(shape.start)
+        blocks = [KVCacheBlock(next(of_group)) for _ in range(first, group.num_blocks_for(shape.stop))]
+        if needs_no_coordinator(limits.kv_groups):
+            request.block_id_bytes += array("i", [block.block_id for block in blocks]).tobytes()
+            return
+        table = GroupTable(group, null_block, first)
+        table.extend(blocks)
+        request.tables.append(table)

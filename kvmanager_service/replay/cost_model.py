@@ -26,10 +26,12 @@ from kvmanager_service.core.kv_groups import FullAttention
 from kvmanager_service.core.step import Step
 from kvmanager_service.replay.group_reads import GroupReads
 
-__all__ = ["TERMS", "CostModel", "CostModelError", "Quantities", "quantities", "read_cost_model"]
+__all__ = ["KV_TERMS", "TERMS", "CostModel", "CostModelError", "Quantities", "quantities", "read_cost_model"]
 
 TERMS = ("step_us", "prefill_token_us", "decode_row_us", "context_token_us", "attention_pair_us")
 """Names of the terms, in the order of `quantities`."""
+KV_TERMS = ("context_token_us", "attention_pair_us")
+"""Those that no step has anything of where no layer keeps K and V."""
 
 
 class CostModelError(Exception):

@@ -242,18 +242,19 @@ def _spread(values: dict[str, float] | None) -> str:
     return ", ".join(f"{name} {value * 1000:,.1f}" for name, value in values.items()) + " ms"
 
 
-_TENANT_COLUMNS = ("tenant", "requests", "hit ratio", "prompt", "output", "service", "ttft p50", "ttft p99", "itl p99")
+_TENANT_COLUMNS = ("tenant", "requests", "hits", "prompt", "output", "ttft p50", "ttft p99", "itl p99")
+_WITHOUT_CLOCK = 4
 
 
 def tenants_table(document: dict[str, Any]) -> Table | None:
-    """A line for each tenant; None where there are not several."""
+    """A line for each tenant, times in milliseconds; None where there are not several."""
     tenants = document.get("tenants", {})
     if len(tenants) < 2:
         return None
     has_clock = "makespan_s" in document
-    shown = Table(box=None, padding=(0, 2, 0, 0))
-    for index, name in enumerate(_TENANT_COLUMNS[: None if has_clock else 4]):
-        shown.add_column(f"[dim]{name}[/dim]", justify="right" if index else "left")
+    shown = Table(box=None, padding=(0, 1, 0, 0))
+    for index, name in enumerate(_TENANT_COLUMNS[: None if has_clock else _WITHOUT_CLOCK]):
+        shown.add_column(f"[dim]{name}[/dim]", justify="right" if index else "left", no_wrap=index > 0)
     for name, mine in tenants.items():
         shown.add_row(*_tenant_cells(name, mine, has_clock=has_clock))
     return shown
@@ -266,6 +267,5 @@ def _tenant_cells(name: str, mine: dict[str, Any], *, has_clock: bool) -> Iterab
     yield f"{mine['prompt_tokens']:,}"
     if has_clock:
         yield f"{mine['output_tokens']:,}"
-        yield f"{mine['service']:,.0f}"
         for values, percentile in ((mine["ttft_s"], "p50"), (mine["ttft_s"], "p99"), (mine["itl_s"], "p99")):
-            yield "none" if values is None else f"{values[percentile] * 1000:,.1f} ms"
+            yield "none" if values is None else f"{values[percentile] * 1000:,.1f}"

@@ -240,6 +240,7 @@ class Capacity:
         blocks_per_user: Blocks of one user, of all groups together.
         num_users: Users at once, each with a context of their own.
         num_groups: Groups of layers, of each of which a sequence has blocks.
+        groups: Those groups, of full attention first.
     """
 
     total_bytes: int
@@ -255,7 +256,8 @@ class Capacity:
     context_len: int
     blocks_per_user: int
     num_users: int
-    num_groups: int = 1
+    num_groups: int
+    groups: tuple[KvGroup, ...]
 
 
 def plan_capacity(
@@ -313,4 +315,5 @@ def plan_capacity(
         blocks_per_user=blocks_per_user,
         num_users=usable_blocks // blocks_per_user,
         num_groups=len(groups),
+        groups=groups,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -39,6 +39,10 @@ Examples:
   kvplane plan llama-3-8b --memory 80GiB --kv-dtype fp8 --context-len 4096
 
   kvplane plan ~/models/Qwen3-0.6B --memory 8GiB --overhead 1GiB --json
+
+  kvplane plan ~/models/gemma-3-1b --memory 8GiB --json > gemma.json
+
+  kvplane replay mooncake.jsonl --kv-cache gemma.json
 """
 
 
@@ -118,7 +122,13 @@ def plan(
         longest_chunk=longest_chunk,
     )
     if as_json:
-        print_json({"model": dataclasses.asdict(shape), "capacity": dataclasses.asdict(capacity)})
+        print_json(
+            {
+                "model": dataclasses.asdict(shape),
+                "capacity": dataclasses.asdict(capacity),
+                "kv_cache": _kv_cache(capacity),
+            }
+        )
         return
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in _rows(capacity):
@@ -127,6 +137,17 @@ def plan(
 
 
 plan.__doc__ = _HELP
+
+
+def _kv_cache(capacity: Capacity) -> dict[str, Any]:
+    """What ``kvplane replay --kv-cache`` takes."""
+    groups = [
+        {"type": "sliding_window", "window": group.window, "num_layers": group.num_layers}
+        if group.window
+        else {"type": "full_attention", "num_layers": group.num_layers}
+        for group in capacity.groups
+    ]
+    return {"num_blocks": capacity.num_blocks, "block_size": capacity.block_size, "groups": groups}
 
 
 def _rows(capacity: Capacity) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from kvplane.executor.v1 import executor_service_pb2 as pb
 
 from executor_service import step_runner
 from executor_service.backends import sim_backend
-from executor_service.backends.base import RowFailure, StepBatch, StepResult
+from executor_service.backends.base import STATE, RowFailure, StepBatch, StepResult
 from executor_service.backends.sim_backend import SimBackend, SimBackendConfig
 from executor_service.config import ExecutorConfig
 from executor_service.server import running_executor
@@ -47,20 +47,34 @@ class Clock:
 
 
 class PricedBackend(SimBackend):
-    """Takes for a step what the terms of `KNOWN` say, counted from what an executor is sent."""
+    """Takes for a step what the terms of `KNOWN` say, counted from what an executor is sent.
 
-    def __init__(self, clock: Clock) -> None:
-        super().__init__(SimBackendConfig(sim_num_blocks=600, max_model_len=1500))
+    Args:
+        clock: moves on.
+        windows: of its groups, each of one layer.
+    """
+
+    def __init__(self, clock: Clock, windows: tuple[int, ...] = (0,)) -> None:
+        super().__init__(SimBackendConfig(sim_num_blocks=600 * len(windows), max_model_len=1500, sim_windows=windows))
         self._clock = clock
+        self._windows = windows
 
     def execute(self, batch: StepBatch) -> StepResult:
         result = super().execute(batch)
         lengths = np.diff(batch.query_indptr)
+        starts = batch.positions[batch.query_indptr[:-1]]
         ends = batch.positions[batch.query_indptr[1:] - 1] + 1
-        attended = np.add.reduceat(batch.positions + 1, batch.query_indptr[:-1])
+        reads, attended = np.zeros(len(ends)), np.zeros(len(ends))
+        for window in self._windows:
+            if window == STATE:
+                continue
+            span = window or 1 << 30
+            reads += ends - np.maximum(0, starts - span + 1)
+            attended += np.add.reduceat(np.minimum(batch.positions + 1, span), batch.query_indptr[:-1])
+        reads, attended = reads / len(self._windows), attended / len(self._windows)
         several = lengths > 1
         micros = KNOWN.step_us + KNOWN.prefill_token_us * lengths[several].sum()
-        micros += KNOWN.decode_row_us * (~several).sum() + KNOWN.context_token_us * ends.sum()
+        micros += KNOWN.decode_row_us * (~several).sum() + KNOWN.context_token_us * reads.sum()
         micros += KNOWN.attention_pair_us * attended[several].sum()
         self._clock.advance(float(micros) / 1e6)
         return result
@@ -93,11 +107,20 @@ def terms(model: CostModel) -> list[float]:
     return [getattr(model, name) for name in TERMS]
 
 
-async def test_calibration_of_known_costs_gives_every_term_back(clock: Clock) -> None:
-    async with running_executor(sim_config(), PricedBackend(clock)) as executor:
+@pytest.mark.parametrize("windows", [(0,), (0, 64, 64), (0, 100, STATE), (200,)])
+async def test_calibration_of_known_costs_gives_every_term_back(clock: Clock, windows: tuple[int, ...]) -> None:
+    async with running_executor(sim_config(), PricedBackend(clock, windows)) as executor:
         found = await calibrate(executor.address)
     # An executor says whole microseconds.
     assert terms(fit_cost_model(found.steps)) == pytest.approx(terms(KNOWN), rel=2e-3)
+    assert found.num_blocks == 600 * len(windows)
+
+
+async def test_calibration_of_states_alone_has_no_terms_of_what_is_read(clock: Clock) -> None:
+    async with running_executor(sim_config(), PricedBackend(clock, (STATE, STATE))) as executor:
+        found = await calibrate(executor.address)
+    expected = [*terms(KNOWN)[:3], 0.0, 0.0]
+    assert terms(fit_cost_model(found.steps, has_kv=found.has_kv)) == pytest.approx(expected, rel=2e-3)
 
 
 async def test_calibration_of_sim_gives_its_step_time_back(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,9 +186,10 @@ async def test_calibration_of_nobody_is_unavailable() -> None:
     assert caught.value.is_unavailable
 
 
-async def test_calibration_of_a_model_times_every_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "num_groups"), [("llama", 1), ("gemma3", 2), ("bamba", 2)])
+async def test_calibration_of_a_model_times_every_step(tmp_path: Path, family: str, num_groups: int) -> None:
     """The torch backend: sizes of every shape are accepted, nothing fails, and what is fitted is a cost model."""
-    folder = save_tiny_model(tmp_path, "llama")
+    folder = save_tiny_model(tmp_path, family)
     config = ExecutorConfig(
         backend="torch", model=str(folder), device="cpu", port=0, block_size=8, num_blocks_override=300,
         memory_limit=8 << 30,
@@ -173,6 +197,7 @@ async def test_calibration_of_a_model_times_every_step(tmp_path: Path) -> None:
     async with running_executor(config) as executor:
         found = await calibrate(executor.address, max_num_batched_tokens=128, max_num_seqs=8)
     assert found.info.backend == "torch"
+    assert len(found.info.kv_groups) >= num_groups
     assert len(found.steps) > 10
     model = fit_cost_model(found.steps)
     assert min(terms(model)) >= 0

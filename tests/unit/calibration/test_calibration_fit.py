@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from kvmanager_service.calibration.fit import Measured, UndeterminedError, fit_cost_model, relative_error
-from kvmanager_service.calibration.shapes import CalibrationLimits, choose_shapes, make_step
+from kvmanager_service.calibration.shapes import CalibrationLimits, blocks_by_group, choose_shapes, make_step
+from kvmanager_service.core.kv_groups import FullAttention, KVGroup, RecurrentState, SlidingWindow
 from kvmanager_service.replay.cost_model import TERMS, CostModel, quantities
+from kvmanager_service.replay.group_reads import GroupReads
 
 LIMITS = CalibrationLimits(
     max_num_batched_tokens=512, max_num_seqs=32, max_model_len=1024, block_size=16, num_blocks=4096, vocab_size=1000
 )
 
 
-def measured(model: CostModel, noise: random.Random | None = None) -> list[Measured]:
+def measured(model: CostModel, noise: random.Random | None = None, groups: tuple[KVGroup, ...] = ()) -> list[Measured]:
     """The steps of a calibration, as an executor with these terms would take for them."""
     steps = []
-    for shape in choose_shapes(LIMITS):
-        counts = quantities(make_step(shape, 1, LIMITS, LIMITS.num_blocks))
+    limits = replace(LIMITS, groups=groups)
+    shapes = choose_shapes(limits)
+    for shape in shapes:
+        step = make_step(shape, 1, limits, blocks_by_group(shapes, limits))
+        counts = quantities(step, GroupReads(limits.kv_groups))
         factor = 1.0 if noise is None else noise.uniform(0.8, 1.2)
         steps.append(Measured(str(shape), counts, model.microseconds(counts) * factor))
     return steps
@@ -43,6 +49,29 @@ def test_fit_of_exact_times_gives_the_terms_back(known: CostModel) -> None:
     found = fit_cost_model(steps)
     assert terms(found) == pytest.approx(terms(known), rel=1e-4, abs=1e-4)
     assert max(abs(relative_error(found, step)) for step in steps) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (FullAttention(16), SlidingWindow(16, 64), SlidingWindow(16, 64)),
+        (FullAttention(16), RecurrentState(16)),
+        (SlidingWindow(16, 200),),
+    ],
+)
+def test_fit_of_a_model_with_groups_gives_the_terms_back(groups: tuple[KVGroup, ...]) -> None:
+    known = CostModel(6_000.0, 150.0, 180.0, 1.4, 0.06)
+    assert terms(fit_cost_model(measured(known, groups=groups))) == pytest.approx(terms(known), rel=1e-4)
+
+
+def test_fit_of_a_model_of_states_alone_has_no_terms_of_what_is_read() -> None:
+    known = CostModel(6_000.0, 150.0, 180.0, 0.0, 0.0)
+    steps = measured(known, groups=(RecurrentState(16),))
+    assert terms(fit_cost_model(steps, has_kv=False)) == pytest.approx(terms(known), rel=1e-4)
+    with pytest.raises(UndeterminedError, match="context_token_us, attention_pair_us apart"):
+        fit_cost_model(steps)
+    with pytest.raises(UndeterminedError, match="do not tell step_us, prefill_token_us, decode_row_us apart"):
+        fit_cost_model(steps[:1], has_kv=False)
 
 
 def test_fit_of_noisy_times_is_never_below_zero_and_none_better_is_near() -> None:

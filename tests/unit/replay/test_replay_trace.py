@@ -1,6 +1,8 @@
 """Trace readers: what each format becomes, and what is said of a line that is wrong."""
 
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ from kvmanager_service.replay.trace import FIRST_UNIQUE_TOKEN, TraceError, read_
 
 MOONCAKE = {"timestamp": 3000, "input_length": 700, "output_length": 5, "hash_ids": [4, 9]}
 KVPLANE = {"arrival": 1.5, "prompt_length": 30, "output_length": 5}
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
+AT = "2023-11-16 18:15:46.6805900"
 
 
 def write(folder: Path, *records: object) -> Path:
@@ -110,6 +114,20 @@ def test_read_trace_limit_reads_no_further(tmp_path: Path) -> None:
         ((KVPLANE | {"retention": [[0, 4, 1, -1]]},), 1, "retention seconds: a number in 0", "-1"),
         ((KVPLANE | {"retention": [[0, 4, 1]] * 65},), 1, "number of retention ranges", "65"),
         ((KVPLANE | {"cache_salt": 5},), 1, "cache_salt: a string", "5"),
+        ((KVPLANE | {"tenant": None},), 1, "tenant: a string", "nothing"),
+        ((KVPLANE | {"tenant": 7},), 1, "tenant: a string", "7"),
+        ((KVPLANE | {"arrival": -0.5},), 1, "arrival: a number of at least 0", "-0.5"),
+        ((KVPLANE | {"arrival": "1"},), 1, "arrival: a number of at least 0", "'1'"),
+        ((KVPLANE, MOONCAKE), 2, "no fields but arrival", "hash_ids"),
+        ((MOONCAKE, KVPLANE), 2, "hash_ids: a list", "nothing"),
+        ((MOONCAKE, "[" * 100_000), 2, "a JSON object", "[["),
+        ((AZURE, f"{AT},-5,1"), 2, "ContextTokens: an integer in 0", "-5"),
+        ((AZURE, f"{AT},5,1.5"), 2, "GeneratedTokens: an integer in 0", "1.5"),
+        ((AZURE, f"{AT},,1"), 2, "ContextTokens: an integer in 0", "nothing"),
+        ((AZURE, f"{AT},1,1", f'{AT},"1,1'), 3, "comma-separated values", "unexpected end of data"),
+        ((MOONCAKE, MOONCAKE | {"timestamp": 2500}), 2, "no earlier than the one before it", "one 0.5 s earlier"),
+        ((KVPLANE, "", KVPLANE | {"arrival": 1}), 3, "no earlier than the one before it", "one 0.5 s earlier"),
+        ((AZURE, f"{AT},1,1", "2023-11-16 18:15:44.1805900,1,1"), 3, "sort the trace by time", "one 2.5 s earlier"),
     ],
 )  # fmt: skip
 def test_read_trace_bad_line_says_where_expected_and_got(
@@ -123,6 +141,63 @@ def test_read_trace_bad_line_says_where_expected_and_got(
     assert expected in error.expected
     assert got in error.got
     assert f"line {line}: expected {error.expected}, got {error.got}" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("trace_format", "expected", "got"),
+    [
+        ("mooncake", "at least one request", "none"),
+        ("kvplane", "at least one request", "none"),
+        ("azure", f"the columns {AZURE}", "nothing"),
+    ],
+)
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_read_trace_empty_file_of_a_named_format_is_an_error(
+    tmp_path: Path, trace_format: str, expected: str, got: str, content: str
+) -> None:
+    path = tmp_path / "trace"
+    path.write_text(content)
+    with pytest.raises(TraceError) as caught:
+        read_trace(path, trace_format)
+    assert (caught.value.expected, caught.value.got) == (expected, got)
+
+
+@pytest.mark.parametrize(
+    ("trace_format", "lines", "expected"),
+    [
+        ("mooncake", (KVPLANE,), "hash_ids: a list"),
+        ("kvplane", (MOONCAKE,), "no fields but arrival"),
+        ("azure", (MOONCAKE,), f"the columns {AZURE}"),
+        ("azure", ("TIMESTAMP,GeneratedTokens,ContextTokens", f"{AT},1,1"), f"the columns {AZURE}"),
+        ("mooncake", (AZURE, f"{AT},1,1"), "a JSON object"),
+    ],
+)
+def test_read_trace_of_another_format_than_named_is_an_error_of_line_1(
+    tmp_path: Path, trace_format: str, lines: tuple[object, ...], expected: str
+) -> None:
+    with pytest.raises(TraceError) as caught:
+        read_trace(write(tmp_path, *lines), trace_format)
+    assert caught.value.line == 1
+    assert expected in caught.value.expected
+
+
+def test_azure_as_spreadsheets_write_it_is_read(tmp_path: Path) -> None:
+    """With a mark of byte order, ends of lines of two bytes, quotes, and times with a zone."""
+    path = tmp_path / "trace.csv"
+    lines = (AZURE, '"2024-05-10 00:00:00.009930+00:00",2162,5', "2024-05-10 01:00:01.009930+01:00,2399,6")
+    path.write_bytes(b"\xef\xbb\xbf" + "".join(f"{line}\r\n" for line in lines).encode())
+    first, second = read_trace(path)
+    assert (first.prompt_length, second.prompt_length, second.output_length) == (2162, 2399, 6)
+    assert second.arrival == pytest.approx(1.0)
+
+
+def test_read_trace_of_a_pipe_loses_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_text, args=(f"{json.dumps(MOONCAKE)}\n" * 3,), daemon=True)
+    writer.start()
+    assert len(read_trace(path)) == 3
+    writer.join()
 
 
 def test_read_trace_bytes_that_are_no_text_are_an_error_of_their_line(tmp_path: Path) -> None:
