@@ -17,7 +17,10 @@ TRACE = {"arrival": 0.0, "prompt_length": 10, "output_length": 2}
 
 
 def config() -> ExecutorConfig:
-    return ExecutorConfig(backend="sim", port=0, sim_num_blocks=500, sim_step_ms=STEP_MS, sim_us_per_token=US_PER_TOKEN)
+    return ExecutorConfig(
+        backend="sim", port=0, sim_num_blocks=500, sim_step_ms=STEP_MS, sim_us_per_token=US_PER_TOKEN,
+        sim_windows=(0, 64, -1),
+    )  # fmt: skip
 
 
 async def kvplane(*arguments: object) -> tuple[int, str, str]:
@@ -50,6 +53,11 @@ async def test_calibrate_writes_what_replay_reads_and_a_flag_wins_over_it(tmp_pa
     used = {name: replayed["settings"][name] for name in document["cost_model"]}
     assert used == document["cost_model"] | {"decode_row_us": 7}
     assert replayed["settings"]["cost_model"] == str(cost)
+    code, out, err = await kvplane("replay", trace, "--kv-cache", cost, "--cost-model", cost, "--json")
+    assert code == 0, err
+    settings = json.loads(out)["settings"]
+    assert (settings["num_blocks"], settings["kv_groups"]) == (500, "full,window:64,state")
+    assert settings["block_size"] == document["executor"]["block_size"]
 
 
 async def test_calibrate_prints_one_json_document_and_its_errors_too() -> None:
@@ -59,7 +67,7 @@ async def test_calibrate_prints_one_json_document_and_its_errors_too() -> None:
         document = json.loads(out)
         executor.session.initialize(40)
         code, out, err = await kvplane("calibrate", executor.address, "--json")
-    assert set(document) == {"cost_model", "fit", "executor", "settings", "steps"}
+    assert set(document) == {"cost_model", "fit", "executor", "kv_cache", "settings", "steps"}
     assert document["executor"]["backend"] == "sim"
     assert (code, out) == (1, "")
     assert json.loads(err)["error"]["reason"] == "EXECUTOR_IN_USE"

@@ -13,9 +13,13 @@ TRACE = [
 ]
 
 
-def replay(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvplane_client.cli", "replay", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def kvplane(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvplane_client.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, input=stdin)
+
+
+def replay(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return kvplane("replay", *arguments, stdin=stdin)
 
 
 @pytest.fixture
@@ -47,6 +51,25 @@ def test_replay_one_at_a_time_prints_a_table_without_times(trace: Path) -> None:
     assert "makespan" not in done.stdout
 
 
+def test_replay_takes_what_a_plan_of_a_model_with_windows_printed(trace: Path, tmp_path: Path) -> None:
+    config = {
+        "model_type": "gemma3_text", "num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "vocab_size": 100,
+        "max_position_embeddings": 4096, "sliding_window": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    planned = kvplane("plan", tmp_path, "--memory", "64MiB", "--overhead", 0, "--json")
+    assert planned.returncode == 0, planned.stderr
+    kv_cache = json.loads(planned.stdout)["kv_cache"]
+    done = replay(trace, "--kv-cache", "-", "--json", stdin=planned.stdout)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["settings"]["num_blocks"] == kv_cache["num_blocks"] > 1000
+    assert document["settings"]["kv_groups"] == "full,5xwindow:64"
+    assert document["requests"] == {"replayed": 4, "refused": 0, "failed": 0}
+    assert document["prefix_cache"]["hit_tokens"] == 3 * 512
+
+
 def test_replay_bad_line_exits_1_and_says_where(trace: Path) -> None:
     trace.write_text(trace.read_text() + "{}\n")
     plain, as_json = replay(trace, "--num-blocks", 40), replay(trace, "--num-blocks", 40, "--json")
@@ -63,7 +86,11 @@ def test_replay_bad_line_exits_1_and_says_where(trace: Path) -> None:
         (("--num-blocks", "9", "--eviction-policy", "mru"), 2, "invalid choice"),
         (("--num-blocks", "9", "--max-num-seqs", "4096"), 2, "expected at most --max-num-batched-tokens"),
         (("--num-blocks", "1"), 2, "expected 0, or at least 2"),
-        ((), 2, "--num-blocks"),
+        ((), 2, "expected --num-blocks, or --kv-cache to take them from, got neither"),
+        (("--num-blocks", "9", "--kv-groups", "mamba"), 2, "such as full,5xwindow:1024, got 'mamba'"),
+        (("--num-blocks", "9", "--tenants", "1"), 2, "expected 2 to 1000 shares of at least 1, such as 3,1, got '1'"),
+        (("--kv-cache", "/nowhere/kv.json"), 1, "/nowhere/kv.json"),
+        (("--kv-cache", "-"), 1, "kvplane plan MODEL --memory SIZE --json"),
         (("--num-blocks", "9", "--plot", "/nowhere/plot.svg"), 1, "/nowhere/plot.svg"),
         (("--num-blocks", "9", "--plot", "plot.pdf"), 2, "expected a file that ends with .svg or .png, got 'plot.pdf'"),
         (("--num-blocks", "9", "--plot", "plot"), 2, "expected a file that ends with .svg or .png, got 'plot'"),

@@ -107,6 +107,25 @@ def test_command_prints_a_table_and_json() -> None:
     assert document["model"]["num_layers"] == 32
 
 
+def test_command_json_has_the_kv_cache_that_a_replay_takes(tmp_path: Path) -> None:
+    one = json.loads(CliRunner().invoke(app, ["plan", "smollm2-135m", "--memory", "4GiB", "--json"]).stdout)
+    assert one["kv_cache"] == {
+        "num_blocks": one["capacity"]["num_blocks"],
+        "block_size": 16,
+        "groups": [{"type": "full_attention", "num_layers": 30}],
+    }
+    config = {
+        "model_type": "gemma3_text", "num_hidden_layers": 7, "hidden_size": 64, "num_attention_heads": 4,
+        "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 512, "sliding_window": 32,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ["plan", str(tmp_path), "--memory", "1GiB", "--overhead", "0", "--block-size", "8", "--json"]
+    groups = json.loads(CliRunner().invoke(app, arguments).stdout)["kv_cache"]["groups"]
+    assert groups[0] == {"type": "full_attention", "num_layers": 1}
+    assert sum(group["num_layers"] for group in groups) == 7
+    assert {group.get("window") for group in groups[1:]} == {32}
+
+
 def test_command_default_overhead_is_2_gib_and_unknown_model_or_dtype_is_an_error() -> None:
     document = json.loads(CliRunner().invoke(app, ["plan", "smollm2-135m", "--memory", "4GiB", "--json"]).stdout)
     assert document["capacity"]["overhead_bytes"] == 2 * GIB
