@@ -25,6 +25,7 @@ Examples:
   python -m executor_service --model ./model.gguf --port 50061 &
   kvplane calibrate localhost:50061 -o cost.json
   kvplane replay mooncake.jsonl --num-blocks 8000 --cost-model cost.json
+  kvplane replay mooncake.jsonl --kv-cache cost.json --cost-model cost.json
 
 Exit codes: 0 done, 1 the executor or the file can not be used, 2 wrong
 usage, 3 no executor there, 130 interrupted."""
@@ -56,7 +57,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     limits = SchedulerConfig()
     parser.add_argument("address", type=_address, metavar="HOST:PORT", help="the executor's")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the cost model, for --cost-model")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the cost model and the KV cache, for replay")
     parser.add_argument("--json", action="store_true", help="print one JSON document; errors, too, on stderr")
     parser.add_argument(
         "--force", action="store_true",
