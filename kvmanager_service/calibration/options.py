@@ -57,7 +57,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     limits = SchedulerConfig()
     parser.add_argument("address", type=_address, metavar="HOST:PORT", help="the executor's")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the cost model and the KV cache, for replay")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write the cost model and the KV cache, for replay"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document; errors, too, on stderr")
     parser.add_argument(
         "--force", action="store_true",

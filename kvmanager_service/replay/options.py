@@ -185,7 +185,8 @@ def _parser() -> argparse.ArgumentParser:
     order = parser.add_argument_group("order and limits")
     order.add_argument(
         "--one-at-a-time", action="store_true",
-        help="no clock: prompts alone, one after another in file order; what follows is not asked for then",
+        help="no clock: prompts alone, one after another in file order; of what follows only tenants matter then, and"
+        " with several KV groups the most tokens of a step",
     )  # fmt: skip
     order.add_argument(
         "--speedup", type=_speedup, default=1.0, help="requests arrive this many times faster; default: 1"
