@@ -8,9 +8,9 @@ Life: `load`, `profile`, `initialize`, then steps; `initialize` and `reset` star
 
 from __future__ import annotations
 
-import gc
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,11 +70,15 @@ class KvSession:
     Args:
         backend: what computes. Owned: `close` closes it.
         startup: told how long the parts of the first start take; None counts from here.
+        settle: called when a cache has been made: what is there then stays for long.
     """
 
-    def __init__(self, backend: Backend, startup: StartupTimes | None = None) -> None:
+    def __init__(
+        self, backend: Backend, startup: StartupTimes | None = None, settle: Callable[[], None] = lambda: None
+    ) -> None:
         self._backend = backend
         self._startup = startup or StartupTimes()
+        self._settle = settle
         self._profiles: dict[tuple[int, int], MemoryProfile] = {}
         self._last_profiled: tuple[int, int] | None = None
         self._model_info: ModelInfo | None = None
@@ -242,10 +246,7 @@ class KvSession:
             max_num_seqs=max_num_seqs,
             sampling=SamplingParser(info.vocab_size, info.max_logprobs),
         )
-        # What is there now stays: the collector need not walk the model's modules in the middle of steps.
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
+        self._settle()
         self.cache = KvState(limits, BlockTagStore(num_blocks))
         _log.info(
             "kv_cache_started",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 import grpc
@@ -25,6 +25,7 @@ from executor_service.backends.base import Backend, BackendError
 from executor_service.backends.registry import create_backend
 from executor_service.compute_thread import ComputeThread
 from executor_service.config import ExecutorConfig
+from executor_service.heap import settle_heap
 from executor_service.kv_session import KvSession
 from executor_service.malformed_requests import MalformedRequests
 from executor_service.manager_access import AccessError, ManagerAccess
@@ -57,18 +58,25 @@ class ExecutorServer:
         config: the configuration.
         backend: what computes; from the configuration when None.
         started: when the process began, of the monotonic clock; None leaves out what was before.
+        settle: see `KvSession`.
 
     Raises:
         BackendError: the configured backend cannot be built.
         AccessError: the key or the certificates for the manager cannot be used.
     """
 
-    def __init__(self, config: ExecutorConfig, backend: Backend | None = None, started: float | None = None) -> None:
+    def __init__(
+        self,
+        config: ExecutorConfig,
+        backend: Backend | None = None,
+        started: float | None = None,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
         self._config = config
         self._access = ManagerAccess.from_config(config)
         backend = backend or create_backend(config)
         backend.on_lost(self._tell_unusable)
-        self.session = KvSession(backend, StartupTimes(started))
+        self.session = KvSession(backend, StartupTimes(started), settle)
         self._thread = ComputeThread()
         self._runner = StepRunner(self.session, self._thread)
         self._health = health.aio.HealthServicer()
@@ -203,7 +211,7 @@ async def serve_until_signal(config: ExecutorConfig, started: float | None = Non
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     try:
-        server = ExecutorServer(config, started=started)
+        server = ExecutorServer(config, started=started, settle=settle_heap)
     except BackendError as error:
         _log.error("backend_unavailable", reason=error.reason, error=str(error))
         return 1

@@ -61,16 +61,21 @@ class EngineLoop:
         config: the manager's settings.
         registry: where executors make themselves known.
         on_serving: told True when requests are admitted, False when not.
+        settle: see `StepLoop`.
     """
 
     def __init__(
-        self, config: ManagerConfig, registry: ExecutorRegistry, on_serving: Callable[[bool], None] = lambda _: None
+        self,
+        config: ManagerConfig,
+        registry: ExecutorRegistry,
+        on_serving: Callable[[bool], None] = lambda _: None,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         self._executor_timeout_s = config.executor_timeout_s
         self._on_serving = on_serving
         self._started = time.monotonic()
         self._state = ManagerState.NO_EXECUTOR
-        self._steps = StepLoop(config)
+        self._steps = StepLoop(config, settle=settle)
         self._adapters = Adapters(self._steps, self._unavailable)
         self._executors = ExecutorLife(config, registry, self._steps, self._adapters, self._on_executor)
         self._task: asyncio.Task[None] | None = None

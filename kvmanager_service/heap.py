@@ -1,6 +1,7 @@
 """Python's own heap, and the block pools on it: what the garbage collector is kept from.
 
-Station: called by `step_loop` and `sequence_pools` when they have made a pool. Process-wide, as the collector is.
+Station: called by `sequence_pools`, and by `step_loop` where the process is the manager's own, when they have made a
+pool. Process-wide, as the collector is.
 """
 
 from __future__ import annotations

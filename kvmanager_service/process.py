@@ -16,6 +16,7 @@ import structlog
 from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core import is_compiled
 from kvmanager_service.engine_loop import EngineLoop
+from kvmanager_service.heap import settle_heap
 from kvmanager_service.racing import first_of
 from kvmanager_service.registry import ExecutorRegistry
 from kvmanager_service.server import Health, ManagerServer
@@ -34,7 +35,7 @@ async def serve(config: ManagerConfig) -> None:
     """
     registry = ExecutorRegistry(time.monotonic, config.lease_ms)
     health = Health()
-    engine = EngineLoop(config, registry, health.set_serving)
+    engine = EngineLoop(config, registry, health.set_serving, settle_heap)
     server = ManagerServer(config, engine, registry, health)
     _warn_of_what_is_open(config)
     if config.api_keys:

@@ -33,7 +33,6 @@ from kvmanager_service.engine_api import OutputSink
 from kvmanager_service.errors import PreconditionError
 from kvmanager_service.executor_client import ExecutorLostError, LoadedAdapter, ReadyExecutor, StepStream
 from kvmanager_service.executor_groups import read_groups
-from kvmanager_service.heap import settle_heap
 from kvmanager_service.kv_events import KvEvents
 from kvmanager_service.step_message import build_execute_request, read_execute_response
 
@@ -46,6 +45,7 @@ class StepLoop:
     Args:
         config: the manager's settings.
         clock: seconds that never fall; how long blocks are kept goes by it.
+        settle: called when a pool has been made: what is there then stays for long.
 
     Attributes:
         scheduler: the books; None before the first `fit`, and until then there is nobody to ask them.
@@ -55,7 +55,12 @@ class StepLoop:
         adapters: the LoRA adapters that requests may name.
     """
 
-    def __init__(self, config: ManagerConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: ManagerConfig,
+        clock: Callable[[], float] = time.monotonic,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
         self.scheduler: Scheduler | None = None
         self.kv_epoch = 0
         self.kv_events = KvEvents(config.kv_event_buffer)
@@ -63,6 +68,7 @@ class StepLoop:
         self.adapters = AdapterBook()
         self._config = config
         self._clock = clock
+        self._settle = settle
         self._sinks: dict[str, OutputSink] = {}
         self._table_sizes: list[int] = []
         self._wake = asyncio.Event()
@@ -201,7 +207,7 @@ class StepLoop:
         self.kv_epoch = kv_cache.kv_epoch
         self._table_sizes = table_sizes(kv)
         self._publish()
-        settle_heap()
+        self._settle()
         _log.info(
             "kv_cache_ready",
             num_blocks=kv_cache.num_blocks,

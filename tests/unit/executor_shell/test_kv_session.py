@@ -30,3 +30,15 @@ def test_profile_the_backend_measured_last_what_the_cache_is_made_for_and_the_an
     other = session.profile(1, 1)
     assert session.profile(64, 4) == first != other
     assert backend.measured == [(64, 4), (1, 1), (64, 4)]
+
+
+def test_settle_is_called_whenever_a_cache_has_been_made() -> None:
+    settled: list[int] = []
+    session = KvSession(HeldBackend().open(), settle=lambda: settled.append(len(settled)))
+    session.load()
+    session.profile(64, 4)
+    assert settled == []
+    cache = session.initialize(8)
+    assert settled == [0]
+    session.reset(cache.limits.kv_epoch)
+    assert settled == [0, 1]

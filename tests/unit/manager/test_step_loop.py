@@ -60,6 +60,14 @@ async def test_step_loop_durations_run_by_its_clock(waited: float, num_cached: i
     await asyncio.gather(running, return_exceptions=True)
 
 
+def test_step_loop_settles_whenever_there_is_another_pool() -> None:
+    settled: list[int] = []
+    steps = StepLoop(ManagerConfig(), settle=lambda: settled.append(steps.kv_epoch))
+    for kv_epoch in (1, 2):
+        steps.fit(ReadyExecutor(model_info(), pb.KvCacheState(kv_epoch=kv_epoch, num_blocks=8, block_size=4), []))
+    assert settled == [1, 2]
+
+
 def test_settle_heap_a_cache_that_fills_brings_about_no_full_collection():
     before = gc.get_threshold()
     full = []
