@@ -16,6 +16,7 @@ from kvmanager_service import process
 from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.request import FinishReason
 from kvmanager_service.errors import UnavailableError
+from kvmanager_service.heap import settle_heap
 from kvmanager_service.registry import ExecutorRegistry
 from kvmanager_service.server import ManagerServer
 from tests.integration.manager.fake_engine import FakeEngine, details, until
@@ -25,9 +26,16 @@ from tests.unit.manager.manager_builders import generate_request
 class DrainingEngine(FakeEngine):
     """A scripted engine with a life: draining lasts until its requests have ended."""
 
-    def __init__(self, config: ManagerConfig, registry: ExecutorRegistry, on_serving: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        config: ManagerConfig,
+        registry: ExecutorRegistry,
+        on_serving: Callable[[bool], None],
+        settle: Callable[[], None],
+    ) -> None:
         super().__init__()
         self.on_serving = on_serving
+        self.settle = settle
         self.drain_timeout_s = -1.0
         self.stopped = False
 
@@ -78,6 +86,12 @@ async def running(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
     await made.serving
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().remove_signal_handler(number)
+
+
+async def test_process_of_our_own_settles_its_heap(running: Running) -> None:
+    assert running.engine.settle is settle_heap
+    await running.signal()
+    await running.serving
 
 
 async def test_first_signal_lets_running_requests_finish_and_refuses_new_ones(running: Running) -> None:
