@@ -24,7 +24,7 @@ from kvmanager_service.core.request import NewBranch, NewRequest, SamplingParams
 from kvmanager_service.core.retention import END_OF_SEQUENCE, MAX_RANGES, RetentionRange, check_priority
 from kvmanager_service.engine_api import ModelView
 from kvmanager_service.errors import PreconditionError
-from kvmanager_service.field_checks import MAX_SALT_CHARS, check_count, check_length
+from kvmanager_service.field_checks import MAX_SALT_CHARS, MAX_TENANT_CHARS, check_count, check_length
 
 __all__ = [
     "check_pin",
@@ -42,7 +42,6 @@ __all__ = [
 ]
 
 MAX_ID_CHARS = 256
-MAX_TENANT_CHARS = 256
 MAX_PIN_NAME_CHARS = 256
 MAX_BIASES = 1_024
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.0625, 16.0

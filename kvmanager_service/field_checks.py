@@ -10,9 +10,10 @@ from collections.abc import Collection
 
 from kvmanager_service.core.errors import invalid_parameter
 
-__all__ = ["MAX_SALT_CHARS", "check_count", "check_length"]
+__all__ = ["MAX_SALT_CHARS", "MAX_TENANT_CHARS", "check_count", "check_length"]
 
 MAX_SALT_CHARS = 256
+MAX_TENANT_CHARS = 256
 
 
 def check_count(field: str, values: Collection[object], most: int) -> None:

@@ -132,11 +132,13 @@ class SequencePools(Generic[_Answer]):
     Args:
         max_pools: most at once.
         max_blocks: most blocks of all together.
+        isolate_tenants: whether only sequences of one tenant share a pool's blocks.
     """
 
-    def __init__(self, max_pools: int, max_blocks: int) -> None:
+    def __init__(self, max_pools: int, max_blocks: int, *, isolate_tenants: bool = False) -> None:
         self._max_pools = max_pools
         self._max_blocks = max_blocks
+        self._isolate_tenants = isolate_tenants
         self._pools: dict[str, OpenedPool[_Answer]] = {}
         self._being_made: dict[str, int] = {}
         self._running: set[asyncio.Task[Any]] = set()
@@ -160,9 +162,9 @@ class SequencePools(Generic[_Answer]):
         self._being_made[spec.pool_id] = spec.num_blocks
         try:
             if spec.num_blocks <= BLOCKS_MADE_AT_ONCE:
-                sequences = _make(spec)
+                sequences = _make(spec, self._isolate_tenants)
             else:
-                sequences = await _make_aside(spec)
+                sequences = await _make_aside(spec, self._isolate_tenants)
                 settle_heap()
         finally:
             del self._being_made[spec.pool_id]
@@ -258,20 +260,21 @@ class SequencePools(Generic[_Answer]):
             asyncio.get_running_loop().run_in_executor(None, pool.sequences.dismantle)
 
 
-def _make(spec: PoolSpec) -> SequencePool:
+def _make(spec: PoolSpec, isolate_tenants: bool) -> SequencePool:
     return SequencePool(
         KVCacheManager(
             spec.num_blocks,
             spec.block_size or DEFAULT_BLOCK_SIZE,
             enable_caching=spec.enable_caching,
             eviction_policy=spec.eviction_policy or DEFAULT_EVICTION_POLICY,
-        )
+        ),
+        isolate_tenants=isolate_tenants,
     )
 
 
-async def _make_aside(spec: PoolSpec) -> SequencePool:
+async def _make_aside(spec: PoolSpec, isolate_tenants: bool) -> SequencePool:
     """Make a pool in a thread; one that nobody waits for any more is taken apart again."""
-    making = asyncio.get_running_loop().run_in_executor(None, _make, spec)
+    making = asyncio.get_running_loop().run_in_executor(None, _make, spec, isolate_tenants)
     try:
         return await asyncio.shield(making)
     except asyncio.CancelledError:

@@ -9,6 +9,10 @@ Example::
         (table,) = pool.update([OpenSequence("a", token_ids)])
         # compute token_ids[table.num_computed_tokens:] into the slots of table.block_ids, sample a token
         (table,) = pool.update([ExtendSequence("a", [token], num_computed_tokens=len(token_ids))])
+
+Tokens whose ids do not say what they stand for, such as an image's placeholders, come with a span that does::
+
+    OpenSequence("b", token_ids, spans=[MultimodalItem(sha256(image).digest(), offset=5, length=256)])
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from kvplane.kvmanager.v1 import sequence_pool_pb2 as pb
 
 from kvplane_client.errors import (
     AbortedError,
+    FailedPreconditionError,
     InternalError,
     InvalidArgumentError,
     KvPlaneError,
@@ -39,13 +44,16 @@ __all__ = [
     "CommitSequence",
     "ExtendSequence",
     "ForkSequence",
+    "MultimodalItem",
     "OpenSequence",
+    "PromptEmbedding",
     "SequenceDone",
     "SequenceOperation",
     "SequencePool",
     "SequencePoolInfo",
     "SequenceResult",
     "SequenceTable",
+    "TokenSpan",
     "pool_info_from",
 ]
 
@@ -53,6 +61,34 @@ __all__ = [
 _NOT_APPLIED = (InvalidArgumentError, NotFoundError, AbortedError, ResourceExhaustedError)
 """What a batch is refused with as a whole: too many operations, no such pool, not its turn, too large for a message.
 After any other error it may have been applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class MultimodalItem:
+    """Tokens that are the placeholders of an image or the like. They are shared with the same item alone.
+
+    Attributes:
+        digest: A hash of the item and of what decides how it is encoded, such as SHA-256: an equal one is taken for
+            equal content. 16 to 64 bytes.
+        offset: The position of the first of its tokens in the whole sequence.
+        length: How many they are.
+    """
+
+    digest: bytes
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEmbedding:
+    """Tokens in whose place embeddings are handed in. The attributes are those of :class:`MultimodalItem`."""
+
+    digest: bytes
+    offset: int
+    length: int
+
+
+TokenSpan: TypeAlias = MultimodalItem | PromptEmbedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +103,8 @@ class OpenSequence:
         cache_salt: Separates prefix caches.
         lora_id: The adapter it runs with.
         lora_revision: The adapter's weights.
+        spans: What its tokens stand for beside their ids: in order, and apart from each other.
+        tenant: Whose it is; counts where ``info.isolate_tenants`` is set.
         is_resumed: It was open before and had to give way; the pool's ``prefix_queries`` and ``prefix_hits`` leave it
             out.
     """
@@ -79,6 +117,8 @@ class OpenSequence:
     lora_id: str = ""
     lora_revision: str = ""
     is_resumed: bool = False
+    spans: Sequence[TokenSpan] = ()
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +133,14 @@ class ExtendSequence:
         num_slots: How many tokens the table must hold; 0 for all known ones.
         num_computed_tokens: Commits first, as :class:`CommitSequence` does: an engine's step in one operation. 0
             commits nothing.
+        spans: What these tokens stand for beside their ids; offsets are of the whole sequence.
     """
 
     sequence_id: str
     token_ids: Sequence[int] = ()
     num_slots: int = 0
     num_computed_tokens: int = 0
+    spans: Sequence[TokenSpan] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +155,12 @@ class CommitSequence:
 class ForkSequence:
     """Begin a sequence that shares another one's blocks; whoever extends first copies. Answered with its table.
 
+    It has the other's adapter, salt, tenant, and the spans of the tokens in common.
+
     Attributes:
         sequence_id: The one that is branched.
         new_sequence_id: Names the branch.
-        num_tokens: How many tokens they have in common; 0 for all that was committed.
+        num_tokens: How many tokens they have in common, not ending within a span; 0 for all that was committed.
         priority: The branch's.
     """
 
@@ -195,6 +239,8 @@ class SequencePoolInfo:
     lease_seconds: float
     lease_remaining_seconds: float
     last_batch_id: int
+    max_spans: int = 0
+    isolate_tenants: bool = False
 
 
 class SequencePool:
@@ -243,6 +289,8 @@ class SequencePool:
 
         Raises:
             InvalidArgumentError: A value cannot be sent at all, or there are too many operations.
+            FailedPreconditionError: There are spans, and the manager is too old to know them: it would take two images
+                for one. Nothing was sent.
             ResourceExhaustedError: The batch is too large for one message.
             NotFoundError: The pool's lease ran out, or the manager was started anew: open another.
             AbortedError: Somebody else uses this pool.
@@ -250,6 +298,8 @@ class SequencePool:
                 finds out before it sends its own, see ``recovered``.
         """
         done = list(operations)
+        if not self.info.max_spans:
+            _require_no_spans(done)
         messages = [_to_operation(operation) for operation in done]
         async with self._lock:
             if self._is_recovered_known:
@@ -331,6 +381,8 @@ def pool_info_from(message: pb.SequencePoolInfo) -> SequencePoolInfo:
         lease_seconds=message.lease_ms / 1e3,
         lease_remaining_seconds=message.lease_remaining_ms / 1e3,
         last_batch_id=message.last_batch_id,
+        max_spans=message.max_spans,
+        isolate_tenants=message.isolate_tenants,
     )
 
 
@@ -348,6 +400,8 @@ def _to_operation(operation: SequenceOperation) -> pb.SequenceOperation:
                         lora_id=operation.lora_id,
                         lora_revision=operation.lora_revision,
                         is_resumed=operation.is_resumed,
+                        spans=map(_to_span, operation.spans),
+                        tenant=operation.tenant,
                     )
                 )
             case ExtendSequence():
@@ -357,6 +411,7 @@ def _to_operation(operation: SequenceOperation) -> pb.SequenceOperation:
                         token_ids=_column(operation.token_ids),
                         num_slots=operation.num_slots,
                         num_computed_tokens=operation.num_computed_tokens,
+                        spans=map(_to_span, operation.spans),
                     )
                 )
             case CommitSequence():
@@ -380,6 +435,25 @@ def _to_operation(operation: SequenceOperation) -> pb.SequenceOperation:
         raise InvalidArgumentError(
             f"{type(operation).__name__}: expected values that fit the contract: {error}"
         ) from error
+
+
+def _to_span(span: TokenSpan) -> pb.TokenSpan:
+    if isinstance(span, MultimodalItem):
+        kind = pb.TOKEN_SPAN_KIND_MULTIMODAL_ITEM
+    elif isinstance(span, PromptEmbedding):
+        kind = pb.TOKEN_SPAN_KIND_PROMPT_EMBEDDING
+    else:
+        raise TypeError(f"spans: a MultimodalItem or a PromptEmbedding, not {type(span).__name__}")
+    return pb.TokenSpan(kind=kind, digest=span.digest, offset=span.offset, length=span.length)
+
+
+def _require_no_spans(operations: Iterable[SequenceOperation]) -> None:
+    for operation in operations:
+        if isinstance(operation, OpenSequence | ExtendSequence) and operation.spans:
+            raise FailedPreconditionError(
+                f"spans: expected none of sequence {operation.sequence_id!r}, since the manager does not know them and"
+                f" would share what is not the same, got {len(operation.spans)}; upgrade the manager"
+            )
 
 
 def _column(values: Sequence[int]) -> common_pb2.Int32Array:

@@ -1,7 +1,7 @@
 """What decides a block's K/V beside its tokens: who may share it, which adapter computed it, what stands behind tokens.
 
-Station: `NewRequest` carries these values, `RequestBook` has them checked, `Request` keeps them encoded, and
-`KVCacheManager` puts them into hashes and contents.
+Station: `NewRequest` carries these values, `RequestBook` and `SequencePool` have them checked, `Request` keeps them
+encoded, and `KVCacheManager` puts them into hashes and contents.
 
 What holds for a whole request (salt, tenant, LoRA adapter) is a key of its first block only: a block's identity holds
 that of all before it, so no later one can be shared either, and neither tags nor hashes grow with the prompt. What
@@ -40,13 +40,13 @@ class LoraAdapter:
 
 @dataclass(frozen=True, slots=True)
 class PromptSpan:
-    """Prompt tokens that stand for something else, such as an image, or an embedding that is handed in.
+    """Tokens that stand for something else, such as an image, or an embedding that is handed in.
 
     Attributes:
         domain: KeyDomain.MULTIMODAL_ITEM or KeyDomain.PROMPT_EMBEDDING.
         digest: a hash of what they stand for, 16 to 64 bytes; equal only for equal content.
-        offset: position of the first of them in the prompt, at least 0.
-        length: how many they are, at least 1; they end within the prompt.
+        offset: position of the first of them in the sequence, at least 0.
+        length: how many they are, at least 1; they end within the prompt, or within the tokens that they come with.
     """
 
     domain: KeyDomain
@@ -72,24 +72,42 @@ def check_extra_keys(lora: LoraAdapter | None, spans: Sequence[PromptSpan], num_
             raise invalid_parameter("lora.lora_id", f"1 to {MAX_NAME_CHARS} characters", len(lora.lora_id))
         if len(lora.revision) > MAX_NAME_CHARS:
             raise invalid_parameter("lora.revision", f"at most {MAX_NAME_CHARS} characters", len(lora.revision))
-    position = 0
+    check_spans(spans, 0, num_prompt_tokens)
+
+
+def check_spans(spans: Sequence[PromptSpan], start: int, stop: int) -> None:
+    """Check what is said to stand behind tokens [start, stop) of a sequence, or some of them.
+
+    Raises:
+        InvalidRequestError: a digest is too short or too long, or spans are not in order, overlap, or have other
+            tokens.
+    """
+    position, which = start, "the first of the tokens that they come with"
     for index, span in enumerate(spans):
         field = f"spans[{index}]"
         if span.domain not in (KeyDomain.MULTIMODAL_ITEM, KeyDomain.PROMPT_EMBEDDING):
             raise invalid_parameter(f"{field}.domain", "MULTIMODAL_ITEM or PROMPT_EMBEDDING", span.domain.name)
         if not MIN_DIGEST_BYTES <= len(span.digest) <= MAX_DIGEST_BYTES:
             raise invalid_parameter(
-                f"{field}.digest", f"{MIN_DIGEST_BYTES} to {MAX_DIGEST_BYTES} bytes", len(span.digest)
+                f"{field}.digest",
+                f"{MIN_DIGEST_BYTES} to {MAX_DIGEST_BYTES} bytes",
+                len(span.digest),
+                "SHA-256 has 32",
             )
         if span.length < 1:
             raise invalid_parameter(f"{field}.length", "at least 1 token", span.length)
         if span.offset < position:
             raise invalid_parameter(
-                f"{field}.offset", f"at least {position}, where the span before it ends", span.offset
+                f"{field}.offset", f"at least {position} ({which})", span.offset, "they come in order, without overlap"
             )
-        position = span.stop
-        if position > num_prompt_tokens:
-            raise invalid_parameter(field, f"an end within the prompt's {num_prompt_tokens} tokens", position)
+        position, which = span.stop, "where the span before it ends"
+        if position > stop:
+            raise invalid_parameter(
+                f"{field}.length",
+                f"an end at {stop}, where the known tokens end, or before",
+                f"one at {position}",
+                "bring its tokens along with it",
+            )
 
 
 def request_keys(salt: str, tenant: str | None, lora: LoraAdapter | None) -> bytes:
@@ -112,7 +130,7 @@ def request_keys(salt: str, tenant: str | None, lora: LoraAdapter | None) -> byt
 
 
 class SpanKeys:
-    """The spans of one prompt, found by the block they lie in.
+    """The spans of one sequence, found by the block they lie in. Never changed: its branches have the same object.
 
     Args:
         spans: in order, without overlap, at least one.
@@ -123,6 +141,27 @@ class SpanKeys:
     def __init__(self, spans: Sequence[PromptSpan]) -> None:
         self._spans = list(spans)
         self._stops = [span.stop for span in spans]
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def and_then(self, spans: Sequence[PromptSpan]) -> SpanKeys:
+        """These, and those of tokens that became known since."""
+        return SpanKeys([*self._spans, *spans])
+
+    def across(self, position: int) -> PromptSpan | None:
+        """The span that begins before a position and ends behind it."""
+        index = bisect_right(self._stops, position)
+        if index < len(self._spans) and self._spans[index].offset < position:
+            return self._spans[index]
+        return None
+
+    def before(self, position: int) -> SpanKeys | None:
+        """Those of the first tokens, up to a position that none lies across."""
+        count = bisect_right(self._stops, position)
+        if count == len(self._spans):
+            return self
+        return SpanKeys(self._spans[:count]) if count else None
 
     def keys_of(self, start: int, stop: int) -> bytes:
         """The keys of the block that holds tokens [start, stop). Empty when no span reaches into it.

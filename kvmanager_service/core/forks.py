@@ -51,5 +51,6 @@ def require_common(parent: Request, child: Request, num_tokens: int, block_size:
         raise ValueError(f"expected {child!r} to begin with the {num_tokens} tokens of {parent!r}, got others")
     num_keys = 1 if parent.spans is child.spans else -(-num_tokens // block_size)
     for index in range(num_keys):
-        if child.keys_of_block(index, block_size) != parent.keys_of_block(index, block_size):
+        start, stop = index * block_size, min((index + 1) * block_size, num_tokens)
+        if child.keys_of_tokens(start, stop) != parent.keys_of_tokens(start, stop):
             raise ValueError(f"expected {child!r} to have the extra keys of {parent!r}, got others in block {index}")

@@ -18,6 +18,7 @@ each of them. What extend adds is a block's first entry, so it needs no bound of
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmanager_service.core.errors import (
@@ -28,7 +29,7 @@ from kvmanager_service.core.errors import (
     UnknownRequestError,
     invalid_parameter,
 )
-from kvmanager_service.core.extra_keys import LoraAdapter, check_extra_keys
+from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan, SpanKeys, check_extra_keys, check_spans
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import TOKEN_BYTES, NewRequest, Request, StopRules
 
@@ -41,6 +42,9 @@ known tokens, takes about 100 bytes at 16 tokens a block."""
 
 MAX_VICTIMS = 4_096
 """Most sequences that are advised to give way for one."""
+
+MAX_SPANS = 4_096
+"""Most spans of one sequence: what an extend that brings one costs grows with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class SequencePool:
 
     Args:
         kv: its block tables.
+        isolate_tenants: whether only sequences of one tenant share blocks.
 
     Attributes:
         sequences: open ones by id, in the order they were opened.
@@ -89,8 +94,9 @@ class SequencePool:
         num_entries: entries of all tables.
     """
 
-    def __init__(self, kv: KVCacheManager) -> None:
+    def __init__(self, kv: KVCacheManager, *, isolate_tenants: bool = False) -> None:
         self.kv = kv
+        self.isolate_tenants = isolate_tenants
         self.sequences: dict[str, Request] = {}
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -107,6 +113,8 @@ class SequencePool:
         priority: int = 0,
         cache_salt: str = "",
         lora: LoraAdapter | None = None,
+        spans: Sequence[PromptSpan] = (),
+        tenant: str = "",
         is_resumed: bool = False,
     ) -> TableChange | BlockShortage:
         """Begin a sequence with what the cache holds of it, and blocks for the rest.
@@ -118,19 +126,31 @@ class SequencePool:
             priority: a higher one gives way first.
             cache_salt: separates prefix caches.
             lora: the adapter it runs with.
+            spans: what stands behind its tokens, in order and without overlap.
+            tenant: whose it is, where tenants are isolated.
             is_resumed: whether it was open before and had to give way; its lookup is not counted.
 
         Raises:
             DuplicateRequestError: the id is open.
-            InvalidRequestError: no token, fewer slots than tokens, or more than the pool will ever hold.
+            InvalidRequestError: no token, fewer slots than tokens, or more than the pool will ever hold; a bad adapter
+                or span.
             TooManySequencesError: there are as many sequences, or table entries, as there may be.
         """
         self._require_new(sequence_id)
+        self._require_few_spans(len(spans))
         new = NewRequest(
-            sequence_id, token_bytes, _NO_TOKENS_TO_COME, priority=priority, cache_salt=cache_salt, lora=lora
+            sequence_id,
+            token_bytes,
+            _NO_TOKENS_TO_COME,
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            is_isolated=self.isolate_tenants,
+            lora=lora,
+            spans=tuple(spans),
         )
         sequence = Request(new, self._next_seq)
-        check_extra_keys(lora, (), sequence.num_tokens)
+        check_extra_keys(lora, spans, sequence.num_tokens)
         if not sequence.num_tokens:
             raise invalid_parameter("token_ids", "at least one token", "none")
         num_slots = self._slots(sequence, sequence.num_tokens, num_slots)
@@ -146,22 +166,29 @@ class SequencePool:
             self.prefix_hits += sequence.num_computed_tokens
         return TableChange(0, bytes(sequence.block_id_bytes), sequence.num_computed_tokens)
 
-    def extend(self, sequence_id: str, token_bytes: bytes, num_slots: int = 0) -> TableChange | BlockShortage:
+    def extend(
+        self, sequence_id: str, token_bytes: bytes, num_slots: int = 0, spans: Sequence[PromptSpan] = ()
+    ) -> TableChange | BlockShortage:
         """Make a table hold more tokens, and make the slots that are not computed yet the sequence's own.
 
         Args:
             sequence_id: whose.
             token_bytes: tokens that became known since, little-endian int32.
             num_slots: how many tokens the table must hold; 0 for all known ones.
+            spans: what stands behind these tokens, in order and without overlap. No block with one of them has been
+                hashed yet, so its keys are still open.
 
         Raises:
             UnknownRequestError: no such sequence.
-            InvalidRequestError: fewer slots than known tokens.
+            InvalidRequestError: fewer slots than known tokens; a bad span, or one of other tokens.
             PoolExhaustedError: more slots than the pool will ever hold.
         """
         sequence = self._known(sequence_id)
         num_tokens = sequence.num_tokens + len(token_bytes) // TOKEN_BYTES
         num_slots = self._slots(sequence, num_tokens, num_slots)
+        if spans:
+            self._require_few_spans(len(spans) + (0 if sequence.spans is None else len(sequence.spans)))
+            check_spans(spans, sequence.num_tokens, num_tokens)
         if self.kv.num_blocks_for(num_slots) > self.kv.pool.num_usable_blocks:
             raise PoolExhaustedError(
                 "POOL_EXHAUSTED",
@@ -176,6 +203,8 @@ class SequencePool:
         copies = tuple((copy.source_id, copy.target_id) for copy in self.kv.take_copies())
         sequence.token_bytes += token_bytes
         sequence.num_tokens = num_tokens
+        if spans:
+            sequence.spans = SpanKeys(spans) if sequence.spans is None else sequence.spans.and_then(spans)
         self.num_entries += len(sequence.blocks) - before
         first = before if not copies else sequence.num_computed_tokens // self.kv.block_size
         return TableChange(
@@ -212,7 +241,7 @@ class SequencePool:
         Raises:
             UnknownRequestError: no such sequence.
             DuplicateRequestError: the new id is open.
-            InvalidRequestError: more tokens than were committed, or none.
+            InvalidRequestError: more tokens than were committed, none, or a part of a span's.
             TooManySequencesError: there are as many sequences, or table entries, as there may be.
         """
         parent = self._known(sequence_id)
@@ -220,10 +249,12 @@ class SequencePool:
         num_tokens = num_tokens or parent.num_computed_tokens
         if not 1 <= num_tokens <= parent.num_computed_tokens:
             raise invalid_parameter("num_tokens", f"1 to {parent.num_computed_tokens} (committed)", num_tokens)
+        spans = None if parent.spans is None else self._spans_before(parent.spans, num_tokens)
         self._require_entries(self.kv.num_blocks_for(num_tokens))
         new = NewRequest(new_sequence_id, parent.tokens(0, num_tokens), _NO_TOKENS_TO_COME, priority=priority)
         child = Request(new, self._next_seq)
         child.extra_keys = parent.extra_keys
+        child.spans = spans
         self.kv.fork(parent, child, num_tokens)
         self._add(child)
         return TableChange(0, bytes(child.block_id_bytes), child.num_computed_tokens)
@@ -303,6 +334,26 @@ class SequencePool:
         )
 
     @staticmethod
+    def _require_few_spans(num_spans: int) -> None:
+        if num_spans > MAX_SPANS:
+            raise invalid_parameter(
+                "spans", f"at most {MAX_SPANS} in a sequence", num_spans, "let one digest stand for those side by side"
+            )
+
+    @staticmethod
+    def _spans_before(spans: SpanKeys, num_tokens: int) -> SpanKeys | None:
+        """What stands behind the first num_tokens tokens. Raises InvalidRequestError when they end within a span."""
+        across = spans.across(num_tokens)
+        if across is not None:
+            raise invalid_parameter(
+                "num_tokens",
+                f"none from {across.offset + 1} to {across.stop - 1}, within a span",
+                num_tokens,
+                "fork where it begins or ends",
+            )
+        return spans.before(num_tokens)
+
+    @staticmethod
     def _slots(sequence: Request, num_tokens: int, num_slots: int) -> int:
         """How many tokens the table must hold when `num_tokens` are known."""
         if num_slots and num_slots < num_tokens:
@@ -341,4 +392,4 @@ def _rank(sequence: Request) -> tuple[int, int]:
     return sequence.priority, sequence.arrival_seq
 
 
-__all__ = ["MAX_ENTRIES_PER_BLOCK", "MAX_VICTIMS", "BlockShortage", "SequencePool", "TableChange"]
+__all__ = ["MAX_ENTRIES_PER_BLOCK", "MAX_SPANS", "MAX_VICTIMS", "BlockShortage", "SequencePool", "TableChange"]

@@ -75,7 +75,9 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
 
     def __init__(self, engine: Engine, config: ManagerConfig) -> None:
         self._engine = engine
-        self._pools: sequences.Pools = sequences.Pools(config.max_pools, config.max_pool_blocks)
+        self._pools: sequences.Pools = sequences.Pools(
+            config.max_pools, config.max_pool_blocks, isolate_tenants=config.isolate_tenants
+        )
         self._settings = pb.SchedulerSettings(
             policy=config.policy,
             max_num_batched_tokens=config.max_num_batched_tokens,

@@ -6,7 +6,7 @@ Station: called by `servicers.kv_manager`. What is wrong with one operation beco
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,11 +14,14 @@ from kvplane.common.v1 import common_pb2
 from kvplane.kvmanager.v1 import sequence_pool_pb2 as pb
 
 from kvmanager_service import sequence_pools
+from kvmanager_service.callers import tenant_of_request
+from kvmanager_service.core.block_hash import KeyDomain
 from kvmanager_service.core.errors import CoreError, invalid_parameter
-from kvmanager_service.core.extra_keys import LoraAdapter
+from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan
 from kvmanager_service.core.request import TOKEN_BYTES
-from kvmanager_service.core.sequence_pool import BlockShortage, SequencePool, TableChange
+from kvmanager_service.core.sequence_pool import MAX_SPANS, BlockShortage, SequencePool, TableChange
 from kvmanager_service.errors import BatchTooLargeError, to_status
+from kvmanager_service.field_checks import MAX_SALT_CHARS, MAX_TENANT_CHARS
 from kvmanager_service.sequence_pools import OpenedPool, PoolSpec, SequencePools
 
 __all__ = ["MAX_ANSWER_BYTES", "MAX_OPERATIONS", "Pools", "close_pool", "list_pools", "open_pool", "update_sequences"]
@@ -28,7 +31,11 @@ MAX_ANSWER_BYTES = 4 << 20
 """Of the results of a batch: beyond it no operation is applied that is answered with a table. The table of all blocks
 that a manager has by default takes as much. The newest answer of each pool is kept."""
 MAX_ID_CHARS = 128
-MAX_SALT_CHARS = 256
+
+_SPAN_DOMAINS = {
+    pb.TOKEN_SPAN_KIND_MULTIMODAL_ITEM: KeyDomain.MULTIMODAL_ITEM,
+    pb.TOKEN_SPAN_KIND_PROMPT_EMBEDDING: KeyDomain.PROMPT_EMBEDDING,
+}
 
 Pools = SequencePools[pb.UpdateSequencesResponse]
 
@@ -111,6 +118,7 @@ def _apply(pool: SequencePool, operation: pb.SequenceOperation, num_bytes: int) 
 def _open(pool: SequencePool, message: pb.OpenSequence) -> TableChange | BlockShortage:
     _check_id("sequence_id", message.sequence_id)
     _check_length("cache_salt", message.cache_salt, 0, MAX_SALT_CHARS)
+    _check_length("tenant", message.tenant, 0, MAX_TENANT_CHARS)
     if message.lora_revision and not message.lora_id:
         raise invalid_parameter("lora_revision", "none without lora_id", repr(message.lora_revision))
     return pool.open(
@@ -120,16 +128,18 @@ def _open(pool: SequencePool, message: pb.OpenSequence) -> TableChange | BlockSh
         priority=message.priority,
         cache_salt=message.cache_salt,
         lora=LoraAdapter(message.lora_id, message.lora_revision) if message.lora_id else None,
+        spans=_spans(message.spans),
+        tenant=tenant_of_request(message.tenant),
         is_resumed=message.is_resumed,
     )
 
 
 def _extend(pool: SequencePool, message: pb.ExtendSequence) -> TableChange | BlockShortage:
     _check_id("sequence_id", message.sequence_id)
-    tokens, num_slots = _tokens(message.token_ids), _slots(message.num_slots)
+    tokens, num_slots, spans = _tokens(message.token_ids), _slots(message.num_slots), _spans(message.spans)
     if message.num_computed_tokens:
         pool.commit(message.sequence_id, message.num_computed_tokens)
-    return pool.extend(message.sequence_id, tokens, num_slots)
+    return pool.extend(message.sequence_id, tokens, num_slots, spans)
 
 
 def _commit(pool: SequencePool, message: pb.CommitSequence) -> None:
@@ -185,6 +195,8 @@ def _to_info(opened: OpenedPool[pb.UpdateSequencesResponse]) -> pb.SequencePoolI
         lease_ms=round(opened.lease_s * 1e3),
         lease_remaining_ms=int(opened.lease_remaining_s * 1e3),
         last_batch_id=opened.last_batch_id,
+        max_spans=MAX_SPANS,
+        isolate_tenants=sequences.isolate_tenants,
     )
 
 
@@ -196,6 +208,19 @@ def _tokens(column: common_pb2.Int32Array) -> bytes:
     if data and max(data[TOKEN_BYTES - 1 :: TOKEN_BYTES]) > 0x7F:
         raise invalid_parameter("token_ids", "no negative value", "one")
     return data
+
+
+def _spans(messages: Sequence[pb.TokenSpan]) -> Sequence[PromptSpan]:
+    """What stands behind tokens. Raises InvalidRequestError for a kind that is not known; the pool checks the rest."""
+    if not messages:
+        return ()
+    spans = []
+    for index, message in enumerate(messages):
+        domain = _SPAN_DOMAINS.get(message.kind)
+        if domain is None:
+            raise invalid_parameter(f"spans[{index}].kind", "MULTIMODAL_ITEM or PROMPT_EMBEDDING", message.kind)
+        spans.append(PromptSpan(domain, message.digest, message.offset, message.length))
+    return spans
 
 
 def _slots(num_slots: int) -> int:

@@ -145,6 +145,29 @@ def test_span_keys_prompt_moved_by_whole_blocks_has_the_same_keys() -> None:
     assert near.keys_of(0, 4) == far.keys_of(1000, 1004)
 
 
+def test_span_keys_go_on_and_are_cut_without_a_change_to_those_of_others() -> None:
+    first = [image(CAT, 2), image(DOG, 9, 2)]
+    spans = SpanKeys(first)
+    longer = spans.and_then([image(CAT, 11, 3)])
+    assert (len(spans), len(longer)) == (2, 3)
+    assert longer.keys_of(8, 12) != spans.keys_of(8, 12) == SpanKeys(first).keys_of(8, 12)
+    assert [spans.before(position) for position in (0, 1, 2)] == [None, None, None]
+    cut = spans.before(9)
+    assert cut is not None
+    assert [cut.keys_of(start, start + 4) for start in (0, 4, 8)] == [
+        spans.keys_of(0, 4),
+        spans.keys_of(4, 8),
+        b"",
+    ]
+    assert spans.before(11) is spans.before(99) is spans, "branches of one prompt have the same object"
+
+
+def test_span_across_a_position_begins_before_it_and_ends_behind_it() -> None:
+    spans = SpanKeys([image(CAT, 2, 3), image(DOG, 5, 1), image(CAT, 8, 2)])
+    across = {position: span.offset for position in range(12) if (span := spans.across(position)) is not None}
+    assert across == {3: 2, 4: 2, 9: 8}
+
+
 def test_spans_survive_tags_and_adoption() -> None:
     kv, spans = make_kv(41), [image(CAT, 2), image(DOG, 9)]
     request = make_request("a", PLACEHOLDER, spans=spans, lora=LoraAdapter("l", "1"))
@@ -182,10 +205,10 @@ def test_spans_generated_tokens_after_an_image_are_cached_and_hit() -> None:
         ({"spans": [image(bytes(65), 0, 1)]}, "spans[0].digest"),
         ({"spans": [image(CAT, -1)]}, "spans[0].offset"),
         ({"spans": [image(CAT, 0, 0)]}, "spans[0].length"),
-        ({"spans": [image(CAT, 3, 6)]}, "spans[0]"),
+        ({"spans": [image(CAT, 3, 6)]}, "spans[0].length"),
         ({"spans": [image(CAT, 0, 3), image(DOG, 2, 1)]}, "spans[1].offset"),
         ({"spans": [image(CAT, 4, 1), image(DOG, 0, 1)]}, "spans[1].offset"),
-        ({"spans": [image(CAT, 0, 3), image(DOG, 3, 2**31)]}, "spans[1]"),
+        ({"spans": [image(CAT, 0, 3), image(DOG, 3, 2**31)]}, "spans[1].length"),
     ],
 )
 def test_scheduler_bad_key_is_refused_by_name(values: dict[str, Any], field: str) -> None:

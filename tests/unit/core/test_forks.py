@@ -275,6 +275,24 @@ def test_fork_of_what_is_not_common_raises_and_changes_nothing(
         kv.free(parent)
 
 
+def test_fork_before_a_span_in_the_same_block_is_of_what_is_common() -> None:
+    """What stands behind later tokens of the block that both have in part is the parent's alone."""
+    later = PromptSpan(KeyDomain.MULTIMODAL_ITEM, bytes(16), 6, 2)
+    for kv in (make_kv(block_size=4), KVCacheCoordinator(20, MIXES["window"], longest_chunk=8)):
+        parent = make_request("p", range(9), spans=[SPAN, later])
+        child = make_request("c", range(6), spans=[SPAN], arrival_seq=1)
+        compute(kv, parent, 6)
+        kv.fork(parent, child, 6)
+        for token in (6, 7, 8):
+            assert write(kv, child, token)
+        kv.check_integrity([parent, child])
+        assert kv.num_lacking(make_request("d", range(9), spans=[SPAN]), 9) == 0
+        kv.free(parent)
+        assert len(kv.hit_blocks(make_request("again", range(9), spans=[SPAN]))) > len(
+            kv.hit_blocks(make_request("other", range(9), spans=[SPAN, later]))
+        )
+
+
 def test_fork_to_a_request_with_blocks_raises() -> None:
     kv = make_kv()
     parent, child = family(kv, 6, 1)

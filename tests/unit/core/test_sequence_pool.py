@@ -6,6 +6,8 @@ import gc
 import random
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import hypothesis.strategies as st
 import pytest
@@ -13,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvmanager_service.core import is_compiled, sequence_pool
 from kvmanager_service.core.block import KVCacheBlock
+from kvmanager_service.core.block_hash import KeyDomain
 from kvmanager_service.core.errors import (
     DuplicateRequestError,
     InvalidRequestError,
@@ -21,11 +24,12 @@ from kvmanager_service.core.errors import (
     UnknownRequestError,
 )
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY
-from kvmanager_service.core.extra_keys import LoraAdapter
+from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import Request
 from kvmanager_service.core.sequence_pool import (
     MAX_ENTRIES_PER_BLOCK,
+    MAX_SPANS,
     MAX_VICTIMS,
     BlockShortage,
     SequencePool,
@@ -33,6 +37,8 @@ from kvmanager_service.core.sequence_pool import (
 )
 
 BLOCK = 4
+IMAGE, EMBEDDING = KeyDomain.MULTIMODAL_ITEM, KeyDomain.PROMPT_EMBEDDING
+CAT, DOG = b"cat" + bytes(13), b"dog" + bytes(13)
 
 
 def make_pool(num_blocks: int = 9, eviction_policy: str = DEFAULT_EVICTION_POLICY) -> SequencePool:
@@ -134,6 +140,130 @@ def test_another_salt_or_adapter_shares_nothing(other: dict[str, object]) -> Non
     change = pool.open("b", tokens(range(9)), **other)  # type: ignore[arg-type]
     assert isinstance(change, TableChange)
     assert change.num_computed_tokens == 0
+
+
+def hit(pool: SequencePool, length: int, *spans: PromptSpan, **options: object) -> int:
+    """How many of as many placeholders are found; all of them are the same token."""
+    change = pool.open("asks", tokens([7] * length), spans=spans, **options)  # type: ignore[arg-type]
+    assert isinstance(change, TableChange)
+    pool.close("asks")
+    return change.num_computed_tokens
+
+
+def test_open_shares_what_a_span_covers_only_with_the_same_one() -> None:
+    pool = make_pool(20)
+    cat = PromptSpan(IMAGE, CAT, 5, 6)
+    pool.open("a", tokens([7] * 13), spans=[cat])
+    pool.commit("a", 13)
+    assert hit(pool, 13, cat) == 12
+    for other in (replace(cat, digest=DOG), replace(cat, domain=EMBEDDING), replace(cat, offset=6, length=5)):
+        assert hit(pool, 13, other) == 4, "the block before it is anybody's"
+    assert hit(pool, 13) == 4
+    assert hit(pool, 13, replace(cat, offset=1)) == 0
+    pool.check_integrity()
+
+
+def test_extend_brings_spans_of_its_own_tokens_and_they_are_keys_of_their_blocks() -> None:
+    pool = make_pool(20)
+    cat, dog = PromptSpan(IMAGE, CAT, 1, 3), PromptSpan(IMAGE, DOG, 6, 4)
+    pool.open("a", tokens([7] * 6), spans=[cat])
+    pool.commit("a", 6)
+    pool.extend("a", tokens([7] * 4), spans=[dog])
+    pool.commit("a", 10)
+    pool.extend("a", tokens([7] * 3), spans=[replace(cat, offset=12, length=1)])
+    pool.commit("a", 13)
+    assert hit(pool, 13, cat, dog) == 12
+    assert hit(pool, 13, cat) == hit(pool, 13, cat, replace(dog, offset=7, length=3)) == 4
+    pool.open("b", tokens([7] * 6))
+    pool.extend("b", tokens([7] * 4), spans=[dog])
+    assert hit(pool, 13, cat, dog) == 12, "what another says changes nothing"
+
+
+def test_extend_that_finds_too_few_blocks_brings_no_span() -> None:
+    pool = make_pool(6)
+    pool.open("a", tokens([7] * 6))
+    opened(pool, "b", 12)
+    cat = PromptSpan(IMAGE, CAT, 6, 3)
+    assert isinstance(pool.extend("a", tokens([7] * 3), spans=[cat]), BlockShortage)
+    pool.close("b")
+    pool.extend("a", tokens([7] * 3))
+    pool.commit("a", 9)
+    assert hit(pool, 9) == 8
+
+
+def test_branches_have_the_spans_of_what_they_have_in_common() -> None:
+    pool = make_pool(40)
+    cat, dog = PromptSpan(IMAGE, CAT, 1, 4), PromptSpan(IMAGE, DOG, 6, 2)
+    pool.open("a", tokens([7] * 9), spans=[cat, dog])
+    pool.commit("a", 9)
+    for name, length, kept in (("all", 9, [cat, dog]), ("some", 6, [cat]), ("none", 1, [])):
+        pool.fork("a", name, length)
+        pool.extend(name, tokens([7] * (13 - length)), spans=[PromptSpan(EMBEDDING, DOG, 9, 4)])
+        pool.commit(name, 13)
+        assert hit(pool, 14, *kept, PromptSpan(EMBEDDING, DOG, 9, 4)) == 12, name
+    assert hit(pool, 13, cat, dog) == 8, "what branches bring is not their parent's"
+    pool.check_integrity()
+
+
+def test_fork_within_a_span_is_refused_and_changes_nothing() -> None:
+    pool = make_pool()
+    pool.open("a", tokens([7] * 9), spans=[PromptSpan(IMAGE, CAT, 2, 4)])
+    pool.commit("a", 9)
+    for length in (3, 4, 5):
+        with pytest.raises(InvalidRequestError, match=f"num_tokens: expected none from 3 to 5.*got {length}"):
+            pool.fork("a", "b", length)
+    assert list(pool.sequences) == ["a"]
+    pool.check_integrity()
+    for length in (2, 6):
+        pool.fork("a", f"b{length}", length)
+
+
+def test_spans_are_refused_by_name_and_nothing_changes() -> None:
+    pool = make_pool(9)
+    pool.open("a", tokens([7] * 5), spans=[PromptSpan(IMAGE, CAT, 3, 2)])
+    free = pool.kv.pool.num_free_blocks
+    for spans, field in (
+        ([PromptSpan(IMAGE, CAT, 4, 1)], "spans[0].offset"),
+        ([PromptSpan(IMAGE, CAT, 5, 3)], "spans[0].length"),
+        ([PromptSpan(IMAGE, b"short", 5, 2)], "spans[0].digest"),
+        ([PromptSpan(IMAGE, CAT, 5, 1), PromptSpan(IMAGE, CAT, 5, 1)], "spans[1].offset"),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            pool.extend("a", tokens([7] * 2), spans=spans)
+        assert caught.value.metadata["field"] == field
+    with pytest.raises(InvalidRequestError) as caught:
+        pool.open("b", tokens([7] * 2), spans=[PromptSpan(IMAGE, CAT, 1, 2)])
+    assert caught.value.metadata["field"] == "spans[0].length"
+    assert (pool.kv.pool.num_free_blocks, pool.sequences["a"].num_tokens) == (free, 5)
+    assert list(pool.sequences) == ["a"]
+
+
+def test_a_sequence_has_no_more_spans_than_it_may() -> None:
+    pool = make_pool(2 + MAX_SPANS // BLOCK)
+    most = [PromptSpan(IMAGE, CAT, offset, 1) for offset in range(MAX_SPANS)]
+    pool.open("a", tokens([7] * MAX_SPANS), spans=most)
+    one = PromptSpan(IMAGE, CAT, MAX_SPANS, 1)
+    for refused in (
+        lambda: pool.extend("a", tokens([7]), spans=[one]),
+        lambda: pool.open("b", tokens([7] * (MAX_SPANS + 1)), spans=[*most, one]),
+    ):
+        with pytest.raises(InvalidRequestError, match=f"spans: expected at most {MAX_SPANS} in a sequence"):
+            refused()
+    assert isinstance(pool.extend("a", tokens([7])), TableChange)
+
+
+@pytest.mark.parametrize(("isolate", "expected"), [(True, [0, 0, 8]), (False, [8, 8, 8])])
+def test_tenants_share_blocks_unless_they_are_isolated(isolate: bool, expected: list[int]) -> None:
+    pool = SequencePool(KVCacheManager(20, BLOCK), isolate_tenants=isolate)
+    cat = PromptSpan(IMAGE, CAT, 1, 4)
+    pool.open("a", tokens([7] * 9), spans=[cat], tenant="a")
+    pool.commit("a", 9)
+    pool.fork("a", "branch", 6)
+    pool.close("a")
+    assert [hit(pool, 9, cat, tenant=tenant) for tenant in ("", "b", "a")] == expected
+    pool.extend("branch", tokens([7] * 3))
+    pool.commit("branch", 9)
+    assert [hit(pool, 9, cat, tenant=tenant) for tenant in ("", "b", "a")] == expected
 
 
 def test_extend_returns_what_is_new_of_the_table() -> None:
@@ -390,6 +520,43 @@ def test_errors_say_what_is_wrong_and_change_nothing() -> None:
     assert list(pool.sequences) == ["a"]
 
 
+@dataclass(frozen=True)
+class Part:
+    """One token of an item: what decides its K/V is the item, and which of its tokens it is."""
+
+    domain: KeyDomain
+    digest: bytes
+    place: int
+    length: int
+
+
+Symbol: TypeAlias = int | Part
+ITEMS = st.builds(
+    lambda domain, digest, length: [Part(domain, digest, place, length) for place in range(length)],
+    st.sampled_from((IMAGE, EMBEDDING)),
+    st.sampled_from((CAT, DOG)),
+    st.integers(1, 5),
+)
+"""All items have the same placeholder, which a text may have, too: nothing but their spans tells them apart."""
+
+
+def texts(most: int) -> st.SearchStrategy[list[Symbol]]:
+    """What a user says: tokens, and items between them."""
+    pieces = st.lists(st.one_of(st.lists(st.integers(0, 1), min_size=1, max_size=6), ITEMS), min_size=1, max_size=4)
+    whole = pieces.map(lambda parts: [symbol for part in parts for symbol in part])
+    return whole.filter(lambda text: len(text) <= most)
+
+
+def said(text: Sequence[Symbol], start: int = 0) -> tuple[bytes, list[PromptSpan]]:
+    """Its tokens and spans, as an engine says them of a text that goes on at a position."""
+    spans = [
+        PromptSpan(symbol.domain, symbol.digest, start + index, symbol.length)
+        for index, symbol in enumerate(text)
+        if isinstance(symbol, Part) and symbol.place == 0
+    ]
+    return tokens([symbol if isinstance(symbol, int) else 0 for symbol in text]), spans
+
+
 class NaiveEngine(RuleBasedStateMachine):
     """An engine whose K/V is the sequence up to the token: what it reads must be what it would have computed."""
 
@@ -398,8 +565,8 @@ class NaiveEngine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = make_pool(self.NUM_BLOCKS)
-        self.memory: dict[int, tuple[int, ...]] = {}
-        self.texts: dict[str, list[int]] = {}
+        self.memory: dict[int, tuple[Symbol, ...]] = {}
+        self.texts: dict[str, list[Symbol]] = {}
         self.tables: dict[str, list[int]] = {}
         self.next_name = 0
 
@@ -428,32 +595,34 @@ class NaiveEngine(RuleBasedStateMachine):
             self.memory[block * BLOCK + position % BLOCK] = tuple(text[: position + 1])
         self.pool.commit(name, len(text))
 
-    @rule(text=st.lists(st.integers(0, 1), min_size=1, max_size=14), priority=st.integers(0, 1))
-    def open(self, text: list[int], priority: int) -> None:
+    @rule(text=texts(14), priority=st.integers(0, 1))
+    def open(self, text: list[Symbol], priority: int) -> None:
         name = self.name()
+        token_bytes, spans = said(text)
         if self.is_full:
             with pytest.raises(TooManySequencesError):
-                self.pool.open(name, tokens(text))
+                self.pool.open(name, token_bytes, spans=spans)
             return
-        change = self.pool.open(name, tokens(text), priority=priority)
+        change = self.pool.open(name, token_bytes, priority=priority, spans=spans)
         if isinstance(change, TableChange):
             self.texts[name] = text
             self.take(name, change)
             self.compute(name)
 
     @precondition(lambda self: self.texts)
-    @rule(data=st.data(), text=st.lists(st.integers(0, 1), min_size=1, max_size=6))
-    def extend(self, data: st.DataObject, text: list[int]) -> None:
+    @rule(data=st.data(), text=texts(6))
+    def extend(self, data: st.DataObject, text: list[Symbol]) -> None:
         name = data.draw(st.sampled_from(sorted(self.texts)))
         if len(self.texts[name]) + len(text) > (self.NUM_BLOCKS - 1) * BLOCK:
             return
-        change = self.pool.extend(name, tokens(text))
+        token_bytes, spans = said(text, len(self.texts[name]))
+        change = self.pool.extend(name, token_bytes, spans=spans)
         while isinstance(change, BlockShortage):
             if not change.victim_ids:
                 return
             for victim in change.victim_ids:
                 self.close(victim)
-            change = self.pool.extend(name, tokens(text))
+            change = self.pool.extend(name, token_bytes, spans=spans)
             assert isinstance(change, TableChange), "the victims named did not suffice"
         self.texts[name] = self.texts[name] + text
         self.take(name, change)
@@ -465,6 +634,11 @@ class NaiveEngine(RuleBasedStateMachine):
         parent = data.draw(st.sampled_from(sorted(self.texts)))
         length = data.draw(st.integers(1, len(self.texts[parent])))
         name = self.name()
+        last = self.texts[parent][length - 1]
+        if isinstance(last, Part) and last.place < last.length - 1:
+            with pytest.raises(InvalidRequestError, match="within a span"):
+                self.pool.fork(parent, name, length)
+            return
         if self.is_full:
             with pytest.raises(TooManySequencesError):
                 self.pool.fork(parent, name, length)
@@ -476,6 +650,19 @@ class NaiveEngine(RuleBasedStateMachine):
     @rule(data=st.data())
     def close_one(self, data: st.DataObject) -> None:
         self.close(data.draw(st.sampled_from(sorted(self.texts))))
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def give_way_and_come_back(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.texts)))
+        text = self.texts[name]
+        self.close(name)
+        token_bytes, spans = said(text)
+        change = self.pool.open(name, token_bytes, spans=spans, is_resumed=True)
+        if isinstance(change, TableChange):  # of what others held as well there may not be enough
+            self.texts[name] = text
+            self.take(name, change)
+            self.compute(name)
 
     def close(self, name: str) -> None:
         self.pool.close(name)

@@ -7,6 +7,7 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import kvplane.common.v1.common_pb2
 import sys
@@ -18,6 +19,30 @@ else:
     import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _TokenSpanKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _TokenSpanKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_TokenSpanKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    TOKEN_SPAN_KIND_UNSPECIFIED: _TokenSpanKind.ValueType  # 0
+    """TOKEN_SPAN_KIND_UNSPECIFIED gets INVALID_ARGUMENT, as does a kind that the manager does not know."""
+    TOKEN_SPAN_KIND_MULTIMODAL_ITEM: _TokenSpanKind.ValueType  # 1
+    """TOKEN_SPAN_KIND_MULTIMODAL_ITEM is an item such as an image: the tokens are its placeholders."""
+    TOKEN_SPAN_KIND_PROMPT_EMBEDDING: _TokenSpanKind.ValueType  # 2
+    """TOKEN_SPAN_KIND_PROMPT_EMBEDDING is embeddings that are handed in, one for each token, whose id then says nothing."""
+
+class TokenSpanKind(_TokenSpanKind, metaclass=_TokenSpanKindEnumTypeWrapper):
+    """TokenSpanKind is what stands behind tokens."""
+
+TOKEN_SPAN_KIND_UNSPECIFIED: TokenSpanKind.ValueType  # 0
+"""TOKEN_SPAN_KIND_UNSPECIFIED gets INVALID_ARGUMENT, as does a kind that the manager does not know."""
+TOKEN_SPAN_KIND_MULTIMODAL_ITEM: TokenSpanKind.ValueType  # 1
+"""TOKEN_SPAN_KIND_MULTIMODAL_ITEM is an item such as an image: the tokens are its placeholders."""
+TOKEN_SPAN_KIND_PROMPT_EMBEDDING: TokenSpanKind.ValueType  # 2
+"""TOKEN_SPAN_KIND_PROMPT_EMBEDDING is embeddings that are handed in, one for each token, whose id then says nothing."""
+Global___TokenSpanKind: typing_extensions.TypeAlias = TokenSpanKind
 
 @typing.final
 class OpenPoolRequest(google.protobuf.message.Message):
@@ -162,6 +187,8 @@ class SequencePoolInfo(google.protobuf.message.Message):
     LEASE_MS_FIELD_NUMBER: builtins.int
     LEASE_REMAINING_MS_FIELD_NUMBER: builtins.int
     LAST_BATCH_ID_FIELD_NUMBER: builtins.int
+    MAX_SPANS_FIELD_NUMBER: builtins.int
+    ISOLATE_TENANTS_FIELD_NUMBER: builtins.int
     pool_id: builtins.str
     """pool_id is the pool's."""
     num_blocks: builtins.int
@@ -184,6 +211,12 @@ class SequencePoolInfo(google.protobuf.message.Message):
     """lease_remaining_ms is how long the pool still lasts without a call, in milliseconds."""
     last_batch_id: builtins.int
     """last_batch_id is the newest batch applied, 0 before the first."""
+    max_spans: builtins.int
+    """max_spans is the most TokenSpans that a sequence may have. 0 is a manager that knows none and would ignore them: an engine must
+    not send it any, or sequences would share K/V that is not the same.
+    """
+    isolate_tenants: builtins.bool
+    """isolate_tenants says whether only sequences of one tenant share cached blocks: the manager's --isolate-tenants."""
     def __init__(
         self,
         *,
@@ -198,8 +231,10 @@ class SequencePoolInfo(google.protobuf.message.Message):
         lease_ms: builtins.int = ...,
         lease_remaining_ms: builtins.int = ...,
         last_batch_id: builtins.int = ...,
+        max_spans: builtins.int = ...,
+        isolate_tenants: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "last_batch_id", b"last_batch_id", "lease_ms", b"lease_ms", "lease_remaining_ms", b"lease_remaining_ms", "num_blocks", b"num_blocks", "num_sequences", b"num_sequences", "pool_id", b"pool_id", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "isolate_tenants", b"isolate_tenants", "last_batch_id", b"last_batch_id", "lease_ms", b"lease_ms", "lease_remaining_ms", b"lease_remaining_ms", "max_spans", b"max_spans", "num_blocks", b"num_blocks", "num_sequences", b"num_sequences", "pool_id", b"pool_id", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___SequencePoolInfo: typing_extensions.TypeAlias = SequencePoolInfo
@@ -289,6 +324,45 @@ class SequenceOperation(google.protobuf.message.Message):
 Global___SequenceOperation: typing_extensions.TypeAlias = SequenceOperation
 
 @typing.final
+class TokenSpan(google.protobuf.message.Message):
+    """TokenSpan says what tokens of a sequence stand for where their ids do not: the placeholders of two images are the same. Blocks with
+    any of its tokens, and all after them, are hit only by a sequence with the same span at the same offset; blocks before it by any with
+    the same tokens. The spans of one message come in order of their offsets and do not overlap; else, and for every violation below,
+    the operation gets INVALID_ARGUMENT.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    LENGTH_FIELD_NUMBER: builtins.int
+    kind: Global___TokenSpanKind.ValueType
+    """kind is what they stand for. Two kinds share nothing, whatever their digests."""
+    digest: builtins.bytes
+    """digest is a hash of the content that nobody can make collide, such as SHA-256: an equal digest is taken for equal content. It covers
+    all that decides the content's K/V beside the model, such as an image's resolution. 16 to 64 bytes.
+    """
+    offset: builtins.int
+    """offset is the position of the span's first token in the sequence, counted from 0. At least that of the first token that the
+    message brings, and the end of the span before.
+    """
+    length: builtins.int
+    """length is how many tokens it covers, at least 1. All of them are in the message's token_ids."""
+    def __init__(
+        self,
+        *,
+        kind: Global___TokenSpanKind.ValueType = ...,
+        digest: builtins.bytes = ...,
+        offset: builtins.int = ...,
+        length: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["digest", b"digest", "kind", b"kind", "length", b"length", "offset", b"offset"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___TokenSpan: typing_extensions.TypeAlias = TokenSpan
+
+@typing.final
 class OpenSequence(google.protobuf.message.Message):
     """OpenSequence begins a sequence: its longest cached prefix is found, and blocks for the rest are taken. One that is longer than
     the whole pool gets INVALID_ARGUMENT, SEQUENCE_TOO_LONG. A pool has at most as many sequences as blocks (without the null block),
@@ -305,6 +379,8 @@ class OpenSequence(google.protobuf.message.Message):
     LORA_ID_FIELD_NUMBER: builtins.int
     LORA_REVISION_FIELD_NUMBER: builtins.int
     IS_RESUMED_FIELD_NUMBER: builtins.int
+    SPANS_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
     sequence_id: builtins.str
     """sequence_id names it, 1 to 128 characters. An open one's gets ALREADY_EXISTS."""
     num_slots: builtins.int
@@ -321,9 +397,19 @@ class OpenSequence(google.protobuf.message.Message):
     """is_resumed says that the sequence was open before and had to give way. What it finds then is mostly its own, so its tokens are
     counted neither in prefix_queries nor in prefix_hits: those are of first lookups. It changes nothing else.
     """
+    tenant: builtins.str
+    """tenant is whose sequence it is, at most 256 characters. It counts only where the manager isolates tenants: then only sequences of
+    the same tenant share blocks. Empty means what it means in GenerateRequest.
+    """
     @property
     def token_ids(self) -> kvplane.common.v1.common_pb2.Int32Array:
         """token_ids are the tokens it begins with; at least one."""
+
+    @property
+    def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenSpan]:
+        """spans are what tokens stand for beside their ids; at most SequencePoolInfo.max_spans. What the cache holds may end within one. A
+        sequence that is resumed has all that it had.
+        """
 
     def __init__(
         self,
@@ -336,10 +422,12 @@ class OpenSequence(google.protobuf.message.Message):
         lora_id: builtins.str = ...,
         lora_revision: builtins.str = ...,
         is_resumed: builtins.bool = ...,
+        spans: collections.abc.Iterable[Global___TokenSpan] | None = ...,
+        tenant: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["token_ids", b"token_ids"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "is_resumed", b"is_resumed", "lora_id", b"lora_id", "lora_revision", b"lora_revision", "num_slots", b"num_slots", "priority", b"priority", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "is_resumed", b"is_resumed", "lora_id", b"lora_id", "lora_revision", b"lora_revision", "num_slots", b"num_slots", "priority", b"priority", "sequence_id", b"sequence_id", "spans", b"spans", "tenant", b"tenant", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___OpenSequence: typing_extensions.TypeAlias = OpenSequence
@@ -357,6 +445,7 @@ class ExtendSequence(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     NUM_SLOTS_FIELD_NUMBER: builtins.int
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: builtins.int
+    SPANS_FIELD_NUMBER: builtins.int
     sequence_id: builtins.str
     """sequence_id is the sequence's."""
     num_slots: builtins.int
@@ -369,6 +458,12 @@ class ExtendSequence(google.protobuf.message.Message):
     def token_ids(self) -> kvplane.common.v1.common_pb2.Int32Array:
         """token_ids are tokens that became known since; they follow those known before."""
 
+    @property
+    def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenSpan]:
+        """spans are what these token_ids stand for, such as an image in a later turn of a chat. With those before them at most
+        SequencePoolInfo.max_spans.
+        """
+
     def __init__(
         self,
         *,
@@ -376,10 +471,11 @@ class ExtendSequence(google.protobuf.message.Message):
         token_ids: kvplane.common.v1.common_pb2.Int32Array | None = ...,
         num_slots: builtins.int = ...,
         num_computed_tokens: builtins.int = ...,
+        spans: collections.abc.Iterable[Global___TokenSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["token_ids", b"token_ids"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["num_computed_tokens", b"num_computed_tokens", "num_slots", b"num_slots", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["num_computed_tokens", b"num_computed_tokens", "num_slots", b"num_slots", "sequence_id", b"sequence_id", "spans", b"spans", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ExtendSequence: typing_extensions.TypeAlias = ExtendSequence
@@ -409,8 +505,9 @@ Global___CommitSequence: typing_extensions.TypeAlias = CommitSequence
 
 @typing.final
 class ForkSequence(google.protobuf.message.Message):
-    """ForkSequence begins a sequence that shares the blocks of another one. Nothing is copied until one of them extends; the slots
-    that either holds beyond num_tokens are not its own until it does. TOO_MANY_SEQUENCES as for open.
+    """ForkSequence begins a sequence that shares the blocks of another one, and has its adapter, salt, tenant and the spans of the tokens
+    they have in common. Nothing is copied until one of them extends; the slots that either holds beyond num_tokens are not its own until
+    it does. TOO_MANY_SEQUENCES as for open.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -424,7 +521,9 @@ class ForkSequence(google.protobuf.message.Message):
     new_sequence_id: builtins.str
     """new_sequence_id names the branch, 1 to 128 characters."""
     num_tokens: builtins.int
-    """num_tokens is how many tokens they have in common: at most what was committed. 0 means all that was."""
+    """num_tokens is how many tokens they have in common: at most what was committed. 0 means all that was. One that ends within a span
+    gets INVALID_ARGUMENT: nothing could follow but the rest of it.
+    """
     priority: builtins.int
     """priority is the branch's, as in OpenSequence."""
     def __init__(
