@@ -11,6 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from kvplane.common.v1 import common_pb2
 from kvplane.kvmanager.v1 import (
     executor_registry_service_pb2,
     inference_service_pb2,
@@ -19,6 +20,7 @@ from kvplane.kvmanager.v1 import (
 from kvplane.kvmanager.v1 import executor_registry_service_pb2 as registry_pb
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 from kvplane.kvmanager.v1 import kv_manager_service_pb2 as manager_pb
+from kvplane.kvmanager.v1 import sequence_pool_pb2 as pool_pb
 
 from kvmanager_service.config import ConfigError, ManagerConfig
 from kvmanager_service.core.extra_keys import request_keys
@@ -303,6 +305,28 @@ async def test_pin_is_of_the_tenant_that_an_operator_names(guarded: Manager) -> 
     pinned = guarded.engine.pinned
     assert pinned["for-alice"].extra_keys == request_keys("", "alice", None)
     assert pinned["own"].extra_keys == request_keys("", "root", None)
+
+
+async def test_sequence_is_of_the_tenant_that_the_engine_names_or_of_its_key(guarded: Manager) -> None:
+    """Its sequences share blocks within a tenant; who names none is the operator whose key it has."""
+    await guarded.kv.OpenPool(
+        pool_pb.OpenPoolRequest(pool_id="p", num_blocks=33, block_size=4), metadata=bearer("root")
+    )
+    hits = []
+    for batch, tenant in enumerate(["alice", "alice", "bob", "", "root"], start=1):
+        opening = pool_pb.OpenSequence(
+            sequence_id=f"s{batch}", token_ids=common_pb2.Int32Array(data=bytes(20)), tenant=tenant
+        )
+        opening.spans.add(kind=pool_pb.TOKEN_SPAN_KIND_MULTIMODAL_ITEM, digest=bytes(32), offset=1, length=2)
+        committing = pool_pb.CommitSequence(sequence_id=f"s{batch}", num_computed_tokens=5)
+        request = pool_pb.UpdateSequencesRequest(
+            pool_id="p",
+            batch_id=batch,
+            operations=[pool_pb.SequenceOperation(open=opening), pool_pb.SequenceOperation(commit=committing)],
+        )
+        answer = await guarded.kv.UpdateSequences(request, metadata=bearer("root"))
+        hits.append(answer.results[0].table.num_computed_tokens)
+    assert hits == [0, 4, 0, 0, 4]
 
 
 async def test_keys_are_read_anew_and_a_bad_file_changes_nothing(guarded: Manager, key_file: Path) -> None:

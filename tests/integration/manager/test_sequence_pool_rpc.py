@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from hashlib import sha256
 from typing import Any
 
 import grpc
@@ -15,23 +17,29 @@ from kvplane_client import (
     AlreadyExistsError,
     AsyncClient,
     BlockShortage,
+    Client,
     CloseSequence,
     CommitSequence,
     ExtendSequence,
+    FailedPreconditionError,
     ForkSequence,
     InvalidArgumentError,
+    MultimodalItem,
     NotFoundError,
     OpenSequence,
+    PromptEmbedding,
     ResourceExhaustedError,
     SequenceDone,
     SequenceOperation,
     SequencePool,
     SequenceTable,
+    TokenSpan,
 )
 
 from kvmanager_service import sequence_pools
+from kvmanager_service.core.sequence_pool import MAX_SPANS
 from kvmanager_service.servicers import sequences
-from tests.integration.manager.fake_engine import Manager, details
+from tests.integration.manager.fake_engine import Manager, details, running_manager
 
 
 @pytest.fixture
@@ -162,6 +170,242 @@ async def test_a_batch_sent_again_is_not_applied_again(manager: Manager, pool: S
         assert refused.value.code() is grpc.StatusCode.ABORTED
         assert details(refused.value)[0] == "STALE_BATCH"
     assert (await stub.UpdateSequences(batch(2, "b"))).results[0].WhichOneof("result") == "table"
+
+
+# --- what decides K/V beside tokens -------------------------------------------------------------------------------
+
+CAT, DOG = sha256(b"cat").digest(), sha256(b"dog").digest()
+PROMPT = [1, 2, 3, *[99] * 6, 4, 5, 6, 7]
+"""Text, the six placeholders of an image, text: three blocks of 4 and a token."""
+IMAGE = MultimodalItem(CAT, 3, 6)
+
+
+async def found(pool: SequencePool, *spans: TokenSpan, token_ids: Sequence[int] = PROMPT, **options: Any) -> int:
+    """How many tokens of a sequence the cache has."""
+    opened, closed = await pool.update([OpenSequence("asks", token_ids, spans=spans, **options), CloseSequence("asks")])
+    assert isinstance(opened, SequenceTable), opened
+    assert closed == SequenceDone()
+    return opened.num_computed_tokens
+
+
+async def computed(pool: SequencePool, *spans: TokenSpan, **options: Any) -> None:
+    """A sequence that the engine has computed, and ended."""
+    results = await pool.update(
+        [OpenSequence("first", PROMPT, spans=spans, **options), CommitSequence("first", 13), CloseSequence("first")]
+    )
+    assert [type(result) for result in results] == [SequenceTable, SequenceDone, SequenceDone]
+
+
+@pytest.mark.parametrize("kind", [MultimodalItem, PromptEmbedding])
+async def test_what_a_span_covers_is_hit_by_the_same_one_at_the_same_place_alone(
+    client: AsyncClient, kind: type[MultimodalItem] | type[PromptEmbedding]
+) -> None:
+    """Two images have the same placeholders, and embeddings have any: their ids say nothing."""
+    pool = await client.open_pool(33, 4)
+    await computed(pool, kind(CAT, 3, 6))
+    assert await found(pool, kind(CAT, 3, 6)) == 12
+    assert await found(pool) == 0
+    assert await found(pool, kind(DOG, 3, 6)) == 0
+    other = PromptEmbedding if kind is MultimodalItem else MultimodalItem
+    assert await found(pool, other(CAT, 3, 6)) == 0
+    for moved in (kind(CAT, 4, 6), kind(CAT, 2, 6), kind(CAT, 3, 5)):
+        assert await found(pool, moved) == 0
+    assert await found(pool, kind(CAT, 3, 3), kind(CAT, 6, 3)) == 0
+
+
+async def test_text_before_an_item_is_shared_whatever_the_item(client: AsyncClient) -> None:
+    pool = await client.open_pool(33, 4)
+    await computed(pool, MultimodalItem(CAT, 4, 4))
+    assert await found(pool, MultimodalItem(DOG, 4, 4)) == await found(pool) == 4
+    assert await found(pool, MultimodalItem(CAT, 4, 4), MultimodalItem(DOG, 9, 1)) == 8
+
+
+async def test_lora_tenant_and_item_named_like_a_salt_share_nothing_with_it(client: AsyncClient) -> None:
+    pool = await client.open_pool(33, 4)
+    await computed(pool, cache_salt="x" * 32)
+    assert await found(pool, cache_salt="x" * 32) == 12
+    assert await found(pool, lora_id="x" * 32) == await found(pool, lora_id="a", lora_revision="x" * 32) == 0
+    assert await found(pool, MultimodalItem(b"x" * 32, 0, 1)) == await found(pool, tenant="x" * 32) == 0
+    await computed(pool, IMAGE, cache_salt="s", lora_id="a", lora_revision="1")
+    assert await found(pool, IMAGE, cache_salt="s", lora_id="a", lora_revision="1") == 12
+    assert await found(pool, IMAGE, cache_salt="s", lora_id="a", lora_revision="2") == 0
+    assert await found(pool, IMAGE, lora_id="a", lora_revision="1") == await found(pool, IMAGE) == 0
+
+
+async def test_an_image_in_a_later_turn_comes_with_its_tokens(client: AsyncClient) -> None:
+    pool = await client.open_pool(33, 4)
+    early, late = IMAGE, MultimodalItem(DOG, 14, 5)
+    turn = [8, *[99] * 5, 9]
+    results = await pool.update(
+        [
+            OpenSequence("a", PROMPT, spans=[early]),
+            ExtendSequence("a", turn, spans=[late], num_computed_tokens=13),
+            CommitSequence("a", 20),
+        ]
+    )
+    assert [type(result) for result in results] == [SequenceTable, SequenceTable, SequenceDone]
+    whole = [*PROMPT, *turn, 10]
+    assert await found(pool, early, late, token_ids=whole) == 20
+    assert await found(pool, early, token_ids=whole) == 12
+    assert await found(pool, early, MultimodalItem(CAT, 14, 5), token_ids=whole) == 12
+
+
+async def test_a_branch_and_a_resumed_sequence_have_the_spans_of_their_tokens(client: AsyncClient) -> None:
+    pool = await client.open_pool(33, 4)
+    second = MultimodalItem(DOG, 10, 2)
+    await pool.update([OpenSequence("a", PROMPT, spans=[IMAGE, second], cache_salt="s"), CommitSequence("a", 13)])
+    forked, refused, extended, committed, closed = await pool.update(
+        [
+            ForkSequence("a", "b", 9),
+            ForkSequence("a", "c", 5),
+            ExtendSequence("b", [7, 7, 7, 7]),
+            CommitSequence("b", 13),
+            CloseSequence("a"),
+        ]
+    )
+    assert isinstance(forked, SequenceTable)
+    assert isinstance(extended, SequenceTable)
+    assert committed == closed == SequenceDone()
+    assert isinstance(refused, InvalidArgumentError)
+    assert refused.message == (
+        "num_tokens: expected none from 4 to 8, within a span, got 5; fork where it begins or ends"
+    )
+    branch = [*PROMPT[:9], 7, 7, 7, 7]
+    assert await found(pool, IMAGE, token_ids=branch, cache_salt="s") == 12
+    assert await found(pool, IMAGE, second, token_ids=branch, cache_salt="s") == 8
+    assert await found(pool, IMAGE, second, cache_salt="s", is_resumed=True) == 12
+
+
+BAD_SPANS: list[tuple[list[pb.TokenSpan], str, str]] = [
+    ([pb.TokenSpan(digest=CAT, offset=0, length=1)], "spans[0].kind", "MULTIMODAL_ITEM or PROMPT_EMBEDDING, got 0"),
+    ([pb.TokenSpan(kind=7, digest=CAT, length=1)], "spans[0].kind", "got 7"),  # type: ignore[arg-type]
+    ([pb.TokenSpan(kind=1, digest=CAT[:15], length=1)], "spans[0].digest", "16 to 64 bytes, got 15"),
+    ([pb.TokenSpan(kind=1, digest=bytes(65), length=1)], "spans[0].digest", "16 to 64 bytes, got 65"),
+    ([pb.TokenSpan(kind=1, length=1)], "spans[0].digest", "got 0"),
+    ([pb.TokenSpan(kind=1, digest=CAT)], "spans[0].length", "at least 1 token, got 0"),
+    ([pb.TokenSpan(kind=1, digest=CAT, length=-1)], "spans[0].length", "got -1"),
+    ([pb.TokenSpan(kind=1, digest=CAT, offset=-1, length=1)], "spans[0].offset", "got -1"),
+    ([pb.TokenSpan(kind=1, digest=CAT, offset=0, length=7)], "spans[0].length", "an end at 6"),
+    ([pb.TokenSpan(kind=2, digest=CAT, offset=2**31 - 1, length=2**31 - 1)], "spans[0].length", "one at 4294967294"),
+    (
+        [pb.TokenSpan(kind=1, digest=CAT, length=2), pb.TokenSpan(kind=2, digest=CAT, offset=1, length=1)],
+        "spans[1].offset",
+        "at least 2 (where the span before it ends), got 1; they come in order, without overlap",
+    ),
+    (
+        [pb.TokenSpan(kind=1, digest=CAT, offset=4, length=1), pb.TokenSpan(kind=1, digest=CAT, length=1)],
+        "spans[1].offset",
+        "at least 5",
+    ),
+    ([pb.TokenSpan(kind=1, digest=CAT, length=1)] * (MAX_SPANS + 1), "spans", f"at most {MAX_SPANS} in a sequence"),
+]
+
+
+@pytest.mark.parametrize(("spans", "field", "told"), BAD_SPANS, ids=[f"{bad[1]}-{bad[2][:24]}" for bad in BAD_SPANS])
+async def test_a_bad_span_is_refused_by_name_and_changes_nothing(
+    manager: Manager, spans: list[pb.TokenSpan], field: str, told: str
+) -> None:
+    """In open, and in extend, whose spans are of the tokens that it brings."""
+    stub = kv_manager_service_pb2_grpc.KvManagerServiceStub(manager.channel)
+    await stub.OpenPool(pb.OpenPoolRequest(pool_id="p", num_blocks=9, block_size=4))
+    six = common_pb2.Int32Array(data=bytes(24))
+    opening = pb.OpenSequence(sequence_id="a", token_ids=six, spans=spans)
+    good = pb.OpenSequence(sequence_id="b", token_ids=six)
+    extending = pb.ExtendSequence(sequence_id="b", token_ids=six, spans=spans)
+    for span in extending.spans:  # of the next six tokens, to be as bad there
+        span.offset += 6 if span.offset < 6 else 0
+    answer = await stub.UpdateSequences(
+        pb.UpdateSequencesRequest(
+            pool_id="p",
+            batch_id=1,
+            operations=[
+                pb.SequenceOperation(open=opening),
+                pb.SequenceOperation(open=good),
+                pb.SequenceOperation(extend=extending),
+            ],
+        )
+    )
+    for result in (answer.results[0], answer.results[2]):
+        assert result.error.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        assert result.error.reason == "INVALID_PARAMETER"
+        assert result.error.message.startswith(f"{field}: expected ")
+    assert told in answer.results[0].error.message
+    assert answer.results[1].WhichOneof("result") == "table"
+    (info,) = (await stub.ListPools(pb.ListPoolsRequest())).pools
+    assert (info.num_sequences, info.free_blocks) == (1, 6), "b and its six tokens"
+
+
+async def test_a_span_of_tokens_that_were_known_before_is_refused(pool: SequencePool) -> None:
+    """Blocks of them may be hashed, and hit, without it."""
+    opened, late, ahead = await pool.update(
+        [
+            OpenSequence("a", PROMPT),
+            ExtendSequence("a", [1, 2], spans=[MultimodalItem(CAT, 12, 1)]),
+            ExtendSequence("a", [1, 2], spans=[MultimodalItem(CAT, 14, 2)]),
+        ]
+    )
+    assert isinstance(opened, SequenceTable)
+    assert isinstance(late, InvalidArgumentError)
+    assert late.message.startswith(
+        "spans[0].offset: expected at least 13 (the first of the tokens that they come with)"
+    )
+    assert isinstance(ahead, InvalidArgumentError)
+    assert ahead.message.startswith("spans[0].length: expected an end at 15")
+    assert late.metadata["field"] == "spans[0].offset"
+
+
+async def test_a_manager_that_knows_no_spans_is_not_sent_any(pool: SequencePool) -> None:
+    """It would ignore them, and take two images for one."""
+    assert pool.info.max_spans == MAX_SPANS
+    pool.info = dataclasses.replace(pool.info, max_spans=0)
+    for operation in (OpenSequence("a", PROMPT, spans=[IMAGE]), ExtendSequence("b", [1], spans=[IMAGE])):
+        with pytest.raises(FailedPreconditionError, match="upgrade the manager"):
+            await pool.update([OpenSequence("b", PROMPT), operation])
+    (opened,) = await pool.update([OpenSequence("b", PROMPT)])
+    assert isinstance(opened, SequenceTable)
+    assert pool.recovered == []
+
+
+async def test_a_span_that_cannot_be_sent_is_refused_before_it_is(pool: SequencePool) -> None:
+    for span in (MultimodalItem("cat" * 8, 0, 1), MultimodalItem(CAT, 1 << 40, 1), (CAT, 0, 1)):  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgumentError, match="OpenSequence: expected values that fit the contract"):
+            await pool.update([OpenSequence("a", PROMPT, spans=[span])])  # type: ignore[list-item]
+    assert isinstance((await pool.update([OpenSequence("a", PROMPT)]))[0], SequenceTable)
+
+
+async def test_the_synchronous_client_sends_spans_and_tenants_too(manager: Manager) -> None:
+    def engine() -> list[int]:
+        hits = []
+        with Client(f"127.0.0.1:{manager.server.port}") as client, client.open_pool(33, 4) as pool:
+            assert pool.info.max_spans == MAX_SPANS
+            pool.update([OpenSequence("a", PROMPT, spans=[IMAGE], tenant="t"), CommitSequence("a", 13)])
+            for name, span in (("b", IMAGE), ("c", MultimodalItem(DOG, 3, 6)), ("d", PromptEmbedding(CAT, 3, 6))):
+                (opened,) = pool.update([OpenSequence(name, PROMPT, spans=[span])])
+                assert isinstance(opened, SequenceTable)
+                hits.append(opened.num_computed_tokens)
+        return hits
+
+    assert await asyncio.to_thread(engine) == [12, 0, 0]
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+async def test_tenants_of_an_engine_share_no_blocks_where_they_are_isolated(isolate: bool) -> None:
+    """With items and without; a tenant named like a salt is none."""
+    async with (
+        running_manager(isolate_tenants=isolate) as manager,
+        AsyncClient(f"127.0.0.1:{manager.server.port}") as client,
+        await client.open_pool(33, 4) as pool,
+    ):
+        assert pool.info.isolate_tenants is isolate
+        others = 0 if isolate else 12
+        for spans in ((), (IMAGE,)):
+            await computed(pool, *spans, tenant="a")
+            assert await found(pool, *spans, tenant="a") == 12
+            assert await found(pool, *spans, tenant="b") == await found(pool, *spans) == others
+            assert await found(pool, *spans, cache_salt="a") == 0
+        (refused,) = await pool.update([OpenSequence("x", PROMPT, tenant="t" * 257)])
+        assert isinstance(refused, InvalidArgumentError)
+        assert refused.metadata["field"] == "tenant"
 
 
 async def lose_answer(pool: SequencePool, *operations: SequenceOperation) -> None:
