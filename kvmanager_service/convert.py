@@ -148,6 +148,7 @@ def check_pin(request: manager_pb.PinPrefixRequest, model: ModelView) -> None:
     check_pin_name(request.name)
     check_length("cache_salt", request.cache_salt, 0, MAX_SALT_CHARS)
     check_length("tenant", request.tenant, 0, MAX_TENANT_CHARS)
+    check_length("adapter", request.adapter, 0, MAX_NAME_CHARS)
     if request.WhichOneof("prefix") is None:
         raise invalid_parameter("prefix", "text or token_ids", "none of them", "set one")
     _check_fits_model("prefix", len(request.token_ids.ids), model)
@@ -161,7 +162,12 @@ def check_pin_name(name: str) -> None:
 
 
 def to_pinned_prefix(
-    request: manager_pb.PinPrefixRequest, prefix: array[int], model: ModelView, *, isolate_tenants: bool
+    request: manager_pb.PinPrefixRequest,
+    prefix: array[int],
+    model: ModelView,
+    *,
+    isolate_tenants: bool,
+    lora: LoraAdapter | None = None,
 ) -> PinnedPrefix:
     """Build the core's pin from one that `check_pin` let pass.
 
@@ -170,13 +176,14 @@ def to_pinned_prefix(
         prefix: its prefix as token ids.
         model: the served model.
         isolate_tenants: whether requests share blocks only within their tenant.
+        lora: the adapter that it names.
 
     Raises:
         InvalidRequestError: the prefix is empty or too long, or a token id is unknown.
     """
     _check_prompt("prefix", prefix, model)
     tenant = request.tenant if isolate_tenants else None
-    return PinnedPrefix(request.name, _little_endian(prefix), request_keys(request.cache_salt, tenant, None))
+    return PinnedPrefix(request.name, _little_endian(prefix), request_keys(request.cache_salt, tenant, lora))
 
 
 def to_sampling(params: pb.SamplingParams, model: ModelView) -> SamplingParams:

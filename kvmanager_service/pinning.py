@@ -40,4 +40,5 @@ async def pin_prefix(engine: Engine, request: pb.PinPrefixRequest, *, isolate_te
         )
     else:
         prefix = await model.text.encode_text(request.text, model.max_model_len)
-    return engine.pin_prefix(to_pinned_prefix(request, prefix, model, isolate_tenants=isolate_tenants))
+    lora = engine.adapter(request.adapter) if request.adapter else None
+    return engine.pin_prefix(to_pinned_prefix(request, prefix, model, isolate_tenants=isolate_tenants, lora=lora))

@@ -88,7 +88,7 @@ def build_fork(
 
 
 def build_pin(
-    name: str, prefix: str | Sequence[int], cache_salt: str = "", tenant: str = ""
+    name: str, prefix: str | Sequence[int], cache_salt: str = "", tenant: str = "", adapter: str = ""
 ) -> manager_pb.PinPrefixRequest:
     """Builds the request that pins a prefix.
 
@@ -96,7 +96,10 @@ def build_pin(
         InvalidArgumentError: A value has a type or a size the wire cannot carry.
     """
     request = manager_pb.PinPrefixRequest(
-        name=_text("name", name), cache_salt=_text("cache_salt", cache_salt), tenant=_text("tenant", tenant)
+        name=_text("name", name),
+        cache_salt=_text("cache_salt", cache_salt),
+        tenant=_text("tenant", tenant),
+        adapter=_text("adapter", adapter),
     )
     if isinstance(prefix, str):
         request.text = _text("prefix", prefix)

@@ -260,7 +260,7 @@ class AsyncClient:
         return _convert.trace_from(block_id, await self._unary(self._stubs.manager.TraceBlock, request))
 
     async def pin_prefix(
-        self, name: str, prefix: str | Sequence[int], *, cache_salt: str = "", tenant: str = ""
+        self, name: str, prefix: str | Sequence[int], *, cache_salt: str = "", tenant: str = "", adapter: str = ""
     ) -> PinnedPrefix:
         """Keeps the full blocks of a prefix from eviction, for as long as the manager runs or until it is unpinned.
 
@@ -271,14 +271,16 @@ class AsyncClient:
             prefix: What prompts begin with, as text or token ids.
             cache_salt: That of the requests which share it.
             tenant: That of the requests which share it, where the manager keeps tenants apart.
+            adapter: The LoRA adapter, with the weights it has now, of the requests which share it.
 
         Raises:
             AlreadyExistsError: The name pins another prefix.
+            NotFoundError: No such adapter is loaded.
             ResourceExhaustedError: Pins may not name so many blocks.
             InvalidArgumentError: The prefix is shorter than a block, or a value is out of range.
             FailedPreconditionError: The manager caches nothing, or the model has no tokenizer for text.
         """
-        request = build_pin(name, prefix, cache_salt, tenant)
+        request = build_pin(name, prefix, cache_salt, tenant, adapter)
         return _convert.pin_from((await self._unary(self._stubs.manager.PinPrefix, request)).pin)
 
     async def unpin_prefix(self, name: str) -> None:

@@ -200,10 +200,12 @@ class Client:
         return self._calls.wait(self._client.trace_block, block_id)
 
     def pin_prefix(
-        self, name: str, prefix: str | Sequence[int], *, cache_salt: str = "", tenant: str = ""
+        self, name: str, prefix: str | Sequence[int], *, cache_salt: str = "", tenant: str = "", adapter: str = ""
     ) -> PinnedPrefix:
         """Keeps a prefix's full blocks from eviction."""
-        return self._calls.wait(self._client.pin_prefix, name, prefix, cache_salt=cache_salt, tenant=tenant)
+        return self._calls.wait(
+            self._client.pin_prefix, name, prefix, cache_salt=cache_salt, tenant=tenant, adapter=adapter
+        )
 
     def unpin_prefix(self, name: str) -> None:
         """Lets go of a pinned prefix."""

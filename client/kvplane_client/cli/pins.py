@@ -28,6 +28,7 @@ def pin(
     ] = None,
     cache_salt: opt.CacheSalt = None,
     tenant: opt.Tenant = None,
+    adapter: opt.Adapter = None,
     server: opt.Server = "localhost:50051",
     wait: opt.Wait = 0,
     as_json: opt.JsonFlag = False,
@@ -36,8 +37,8 @@ def pin(
 
     It computes nothing: what is not cached yet is held once a request has
     computed it. Pins last until `kvplane unpin` or the manager's end, whatever
-    becomes of the executor. A salt, and a tenant where tenants are kept apart,
-    is that of the requests which share the prefix.
+    becomes of the executor. A salt, an adapter, and a tenant where tenants are
+    kept apart, is that of the requests which share the prefix.
 
     Examples:
       kvplane pin support < system_prompt.txt
@@ -46,7 +47,7 @@ def pin(
     """
     what = _prefix(prefix, token_ids)
     with session(server, as_json=as_json, wait=wait) as client:
-        pinned = client.pin_prefix(name, what, cache_salt=cache_salt or "", tenant=tenant or "")
+        pinned = client.pin_prefix(name, what, cache_salt=cache_salt or "", tenant=tenant or "", adapter=adapter or "")
     if as_json:
         print_json(pinned)
     else:

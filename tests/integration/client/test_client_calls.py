@@ -174,10 +174,12 @@ async def test_adapters_are_loaded_listed_and_unloaded(client: AsyncClient, mana
 
 
 async def test_pins_are_made_listed_and_unmade(client: AsyncClient, manager: ScriptedManager) -> None:
-    pinned = await client.pin_prefix("system", np.array([1, 2], np.int64), cache_salt="s", tenant="t")
+    pinned = await client.pin_prefix("system", np.array([1, 2], np.int64), cache_salt="s", tenant="t", adapter="a")
     assert pinned == PinnedPrefix("system", num_tokens=70, num_blocks=4, held_blocks=3)
     assert manager.scripts.of("PinPrefix") == [
-        manager_pb.PinPrefixRequest(name="system", token_ids=pb.TokenIds(ids=[1, 2]), cache_salt="s", tenant="t")
+        manager_pb.PinPrefixRequest(
+            name="system", token_ids=pb.TokenIds(ids=[1, 2]), cache_salt="s", tenant="t", adapter="a"
+        )
     ]
     everything = await client.list_pinned_prefixes()
     assert (everything.max_blocks, [one.name for one in everything.pins]) == (25, ["system", "[b]"])

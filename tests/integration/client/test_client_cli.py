@@ -168,14 +168,14 @@ def test_generate_retention_that_no_request_can_carry_is_wrong_usage(cli: Cli) -
 
 
 def test_pin_takes_text_from_argument_or_stdin_or_token_ids(cli: Cli, threaded_manager: ThreadedManager) -> None:
-    first = cli("pin", "system", "Be brief.", "--cache-salt", "s", "--tenant", "t")
+    first = cli("pin", "system", "Be brief.", "--cache-salt", "s", "--tenant", "t", "--adapter", "a")
     assert cli("pin", "system", stdin="from a pipe").exit_code == 0
     (document,) = lines(cli("pin", "system", "--token-ids", "1,2 3", "--json"))
 
     assert first.stdout == ("pinned system: 70 tokens, 3 of 4 full blocks held; the rest once a request computes it\n")
     assert document == {"name": "system", "num_tokens": 70, "num_blocks": 4, "held_blocks": 3}
     assert threaded_manager.scripts.of("PinPrefix") == [
-        manager_pb.PinPrefixRequest(name="system", text="Be brief.", cache_salt="s", tenant="t"),
+        manager_pb.PinPrefixRequest(name="system", text="Be brief.", cache_salt="s", tenant="t", adapter="a"),
         manager_pb.PinPrefixRequest(name="system", text="from a pipe"),
         manager_pb.PinPrefixRequest(name="system", token_ids=pb.TokenIds(ids=[1, 2, 3])),
     ]

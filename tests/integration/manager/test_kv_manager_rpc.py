@@ -12,7 +12,7 @@ from kvplane.kvmanager.v1.inference_service_pb2 import TokenIds
 
 from kvmanager_service.core.block_history import BlockMoment, BlockRecord
 from kvmanager_service.core.errors import PinLimitError
-from kvmanager_service.core.extra_keys import request_keys
+from kvmanager_service.core.extra_keys import LoraAdapter, request_keys
 from kvmanager_service.core.request import FinishReason, RequestStatus
 from kvmanager_service.engine_api import (
     BlockTrace,
@@ -23,7 +23,7 @@ from kvmanager_service.engine_api import (
     RequestView,
     TenantView,
 )
-from tests.integration.manager.fake_engine import Manager
+from tests.integration.manager.fake_engine import Manager, details
 from tests.unit.core.builders import token_bytes
 from tests.unit.manager.manager_builders import model_view
 
@@ -280,6 +280,18 @@ async def test_pin_prefix_of_token_ids_text_and_salt_arrives_and_is_listed(manag
     assert (listed.pins[1].num_blocks, listed.pins[1].held_blocks) == (8, 7)
 
 
+async def test_pin_prefix_of_an_adapter_is_of_its_present_weights(manager: Manager) -> None:
+    wanted = pb.PinPrefixRequest(name="a", token_ids=TokenIds(ids=[5]), cache_salt="s", adapter="support")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await manager.kv.PinPrefix(wanted)
+    assert (caught.value.code(), details(caught.value)[0]) == (grpc.StatusCode.NOT_FOUND, "UNKNOWN_ADAPTER")
+    assert manager.engine.pinned == {}
+    await manager.kv.LoadAdapter(pb.LoadAdapterRequest(name="support", source="/lora"))
+    await manager.kv.PinPrefix(wanted)
+    expected = request_keys("s", None, LoraAdapter("support", "revision of /lora"))
+    assert manager.engine.pinned["a"].extra_keys == expected
+
+
 async def test_unpin_prefix_lets_go_and_a_name_without_a_pin_is_not_found(manager: Manager) -> None:
     await manager.kv.PinPrefix(pb.PinPrefixRequest(name="ids", token_ids=TokenIds(ids=[5])))
     await manager.kv.UnpinPrefix(pb.UnpinPrefixRequest(name="ids"))
@@ -296,6 +308,7 @@ async def test_unpin_prefix_lets_go_and_a_name_without_a_pin_is_not_found(manage
         ({"name": "x" * 257}, "name"),
         ({"cache_salt": "x" * 257}, "cache_salt"),
         ({"tenant": "x" * 257}, "tenant"),
+        ({"adapter": "x" * 257}, "adapter"),
         ({"token_ids": TokenIds(ids=[610])}, "prefix"),
         ({"token_ids": TokenIds(ids=[-1])}, "prefix"),
         ({"token_ids": TokenIds()}, "prefix"),

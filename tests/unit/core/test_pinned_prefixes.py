@@ -15,7 +15,7 @@ from kvmanager_service.core.errors import (
     PoolExhaustedError,
     UnknownPinError,
 )
-from kvmanager_service.core.extra_keys import request_keys
+from kvmanager_service.core.extra_keys import LoraAdapter, request_keys
 from kvmanager_service.core.group_key import group_of
 from kvmanager_service.core.kv_groups import FullAttention, SlidingWindow
 from kvmanager_service.core.pinned_prefixes import MAX_PINS, PinnedPrefix
@@ -45,13 +45,13 @@ def make(num_blocks: int = 11, fraction: float = 0.5, **limits: Any) -> Schedule
     return make_scheduler(make_kv(num_blocks, SIZE), max_pinned_fraction=fraction, **limits)
 
 
-def make_pin(name: str, prompt: Sequence[int], salt: str = "") -> PinnedPrefix:
-    return PinnedPrefix(name, token_bytes(prompt), request_keys(salt, None, None))
+def make_pin(name: str, prompt: Sequence[int], salt: str = "", lora: LoraAdapter | None = None) -> PinnedPrefix:
+    return PinnedPrefix(name, token_bytes(prompt), request_keys(salt, None, lora))
 
 
-def run_all(scheduler: Scheduler, request_id: str, prompt: Sequence[int], max_tokens: int = 1, salt: str = "") -> int:
+def run_all(scheduler: Scheduler, request_id: str, prompt: Sequence[int], max_tokens: int = 1, **keys: Any) -> int:
     """Run a request alone to its end. Returns how many tokens of its prompt were cached."""
-    request = scheduler.add_request(make_new(request_id, prompt, max_tokens=max_tokens, salt=salt))
+    request = scheduler.add_request(make_new(request_id, prompt, max_tokens=max_tokens, **keys))
     while scheduler.has_work:
         run_step(scheduler)
     scheduler.take_outputs()
@@ -155,6 +155,16 @@ def test_pin_under_a_salt_holds_only_what_was_computed_under_it() -> None:
     assert held(scheduler, "salted") == 0
     run_all(scheduler, "b", SYSTEM, salt="mine")
     assert held(scheduler, "salted") == 2
+
+
+def test_pin_of_an_adapter_holds_only_what_was_computed_with_its_weights() -> None:
+    scheduler, present = make(), LoraAdapter("mine", "1")
+    run_all(scheduler, "a", SYSTEM, salt="mine")
+    run_all(scheduler, "b", SYSTEM, lora=LoraAdapter("mine", "2"))
+    scheduler.pins.pin(make_pin("adapted", SYSTEM, lora=present))
+    assert held(scheduler, "adapted") == 0
+    run_all(scheduler, "c", SYSTEM, lora=present)
+    assert held(scheduler, "adapted") == 2
 
 
 def test_pin_again_the_same_changes_nothing_and_another_is_refused() -> None:

@@ -1007,6 +1007,7 @@ class PinPrefixRequest(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
     name: builtins.str
     """name names the pin, 1 to 256 characters."""
     text: builtins.str
@@ -1016,6 +1017,10 @@ class PinPrefixRequest(google.protobuf.message.Message):
     tenant: builtins.str
     """tenant is that of the requests which share the prefix, at most 256 characters. It counts only where the manager
     isolates tenants. Empty means what it means in GenerateRequest.
+    """
+    adapter: builtins.str
+    """adapter is that of the requests which share the prefix: the name of a LoRA adapter that is loaded, at most 256 characters. The
+    pin is of its present weights, and outlives them: unpin it when they are not to come back. Empty is the model itself.
     """
     @property
     def token_ids(self) -> kvplane.kvmanager.v1.inference_service_pb2.TokenIds:
@@ -1029,10 +1034,11 @@ class PinPrefixRequest(google.protobuf.message.Message):
         token_ids: kvplane.kvmanager.v1.inference_service_pb2.TokenIds | None = ...,
         cache_salt: builtins.str = ...,
         tenant: builtins.str = ...,
+        adapter: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["prefix", b"prefix", "text", b"text", "token_ids", b"token_ids"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "name", b"name", "prefix", b"prefix", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "name", b"name", "prefix", b"prefix", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prefix: typing_extensions.TypeAlias = typing.Literal["text", "token_ids"]
     _WhichOneofArgType_prefix: typing_extensions.TypeAlias = typing.Literal["prefix", b"prefix"]

@@ -173,9 +173,10 @@ class KvManagerServiceServicer(object):
         executor, ResetPrefixCache too, and takes hold again when a request computes the prefix anew; it does not outlive the
         manager. Before a request that runs alone ends for want of blocks, pins let go of what it lacks. Pinning the same
         prefix under the same name again changes nothing. Errors: INVALID_ARGUMENT for a bad field or a prefix shorter than a
-        block, ALREADY_EXISTS when the name pins another prefix, RESOURCE_EXHAUSTED when pins would name more blocks than the
-        manager's max_pinned_fraction allows or there are 256, FAILED_PRECONDITION when the manager keeps no blocks or the
-        model has no tokenizer for text, UNAVAILABLE before the first executor is ready.
+        block, NOT_FOUND for an adapter that is not loaded, ALREADY_EXISTS when the name pins another prefix,
+        RESOURCE_EXHAUSTED when pins would name more blocks than the manager's max_pinned_fraction allows or there are 256,
+        FAILED_PRECONDITION when the manager keeps no blocks or the model has no tokenizer for text, UNAVAILABLE before the
+        first executor is ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

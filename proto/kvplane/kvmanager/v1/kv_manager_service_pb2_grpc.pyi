@@ -58,9 +58,10 @@ class KvManagerServiceStub:
     executor, ResetPrefixCache too, and takes hold again when a request computes the prefix anew; it does not outlive the
     manager. Before a request that runs alone ends for want of blocks, pins let go of what it lacks. Pinning the same
     prefix under the same name again changes nothing. Errors: INVALID_ARGUMENT for a bad field or a prefix shorter than a
-    block, ALREADY_EXISTS when the name pins another prefix, RESOURCE_EXHAUSTED when pins would name more blocks than the
-    manager's max_pinned_fraction allows or there are 256, FAILED_PRECONDITION when the manager keeps no blocks or the
-    model has no tokenizer for text, UNAVAILABLE before the first executor is ready.
+    block, NOT_FOUND for an adapter that is not loaded, ALREADY_EXISTS when the name pins another prefix,
+    RESOURCE_EXHAUSTED when pins would name more blocks than the manager's max_pinned_fraction allows or there are 256,
+    FAILED_PRECONDITION when the manager keeps no blocks or the model has no tokenizer for text, UNAVAILABLE before the
+    first executor is ready.
     """
     UnpinPrefix: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.UnpinPrefixRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.UnpinPrefixResponse]
     """UnpinPrefix lets go of a prefix. Its blocks stay cached until they are evicted. Errors: INVALID_ARGUMENT for a name
@@ -137,9 +138,10 @@ class KvManagerServiceAsyncStub(KvManagerServiceStub):
     executor, ResetPrefixCache too, and takes hold again when a request computes the prefix anew; it does not outlive the
     manager. Before a request that runs alone ends for want of blocks, pins let go of what it lacks. Pinning the same
     prefix under the same name again changes nothing. Errors: INVALID_ARGUMENT for a bad field or a prefix shorter than a
-    block, ALREADY_EXISTS when the name pins another prefix, RESOURCE_EXHAUSTED when pins would name more blocks than the
-    manager's max_pinned_fraction allows or there are 256, FAILED_PRECONDITION when the manager keeps no blocks or the
-    model has no tokenizer for text, UNAVAILABLE before the first executor is ready.
+    block, NOT_FOUND for an adapter that is not loaded, ALREADY_EXISTS when the name pins another prefix,
+    RESOURCE_EXHAUSTED when pins would name more blocks than the manager's max_pinned_fraction allows or there are 256,
+    FAILED_PRECONDITION when the manager keeps no blocks or the model has no tokenizer for text, UNAVAILABLE before the
+    first executor is ready.
     """
     UnpinPrefix: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.UnpinPrefixRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.UnpinPrefixResponse]  # type: ignore[assignment]
     """UnpinPrefix lets go of a prefix. Its blocks stay cached until they are evicted. Errors: INVALID_ARGUMENT for a name
@@ -249,9 +251,10 @@ class KvManagerServiceServicer(metaclass=abc.ABCMeta):
         executor, ResetPrefixCache too, and takes hold again when a request computes the prefix anew; it does not outlive the
         manager. Before a request that runs alone ends for want of blocks, pins let go of what it lacks. Pinning the same
         prefix under the same name again changes nothing. Errors: INVALID_ARGUMENT for a bad field or a prefix shorter than a
-        block, ALREADY_EXISTS when the name pins another prefix, RESOURCE_EXHAUSTED when pins would name more blocks than the
-        manager's max_pinned_fraction allows or there are 256, FAILED_PRECONDITION when the manager keeps no blocks or the
-        model has no tokenizer for text, UNAVAILABLE before the first executor is ready.
+        block, NOT_FOUND for an adapter that is not loaded, ALREADY_EXISTS when the name pins another prefix,
+        RESOURCE_EXHAUSTED when pins would name more blocks than the manager's max_pinned_fraction allows or there are 256,
+        FAILED_PRECONDITION when the manager keeps no blocks or the model has no tokenizer for text, UNAVAILABLE before the
+        first executor is ready.
         """
 
     @abc.abstractmethod
