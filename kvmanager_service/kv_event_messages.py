@@ -12,12 +12,20 @@ from kvplane.kvmanager.v1 import kv_manager_service_pb2 as pb
 
 from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.block_events import BlockEvent
+from kvmanager_service.core.block_hash import KeyDomain, decode_extra_keys
 from kvmanager_service.core.errors import EventsForgottenError, InvalidRequestError
 from kvmanager_service.core.group_hits import parent_hash_of
 from kvmanager_service.core.group_key import group_of
 from kvmanager_service.engine_api import Engine
 
 __all__ = ["MAX_EVENTS", "event_batch", "snapshot_batches", "watch"]
+
+_KEY_FIELDS: dict[int, str] = {
+    KeyDomain.CACHE_SALT: "cache_salt",
+    KeyDomain.TENANT: "tenant",
+    KeyDomain.LORA_ID: "lora_id",
+    KeyDomain.LORA_REVISION: "lora_revision",
+}
 
 MAX_EVENTS = 1_000
 """Events in one message: a few milliseconds of the loop that all streams share."""
@@ -39,11 +47,11 @@ async def watch(engine: Engine, request: pb.WatchKvEventsRequest) -> AsyncIterat
             " same WatchKvEventsResponse, or neither for a snapshot",
             field="log_id",
         )
-    with_tokens = request.include_token_ids
+    with_tokens, with_keys = request.include_token_ids, request.include_keys
     if not request.from_sequence:
         sequence = events.log.next_sequence
         stored = engine.kv_snapshot()
-        for message in snapshot_batches(stored, sequence, with_tokens=with_tokens):
+        for message in snapshot_batches(stored, sequence, with_tokens=with_tokens, with_keys=with_keys):
             message.log_id = events.log_id
             yield message
     elif request.log_id != events.log_id:
@@ -56,22 +64,24 @@ async def watch(engine: Engine, request: pb.WatchKvEventsRequest) -> AsyncIterat
         sequence = request.from_sequence
     while True:
         batch = await events.next(sequence, MAX_EVENTS)
-        message = event_batch(batch, sequence, with_tokens=with_tokens)
+        message = event_batch(batch, sequence, with_tokens=with_tokens, with_keys=with_keys)
         message.log_id = events.log_id
         sequence = message.next_sequence
         yield message
 
 
-def event_batch(events: Sequence[BlockEvent], sequence: int, *, with_tokens: bool) -> pb.WatchKvEventsResponse:
+def event_batch(
+    events: Sequence[BlockEvent], sequence: int, *, with_tokens: bool, with_keys: bool = False
+) -> pb.WatchKvEventsResponse:
     """Events in order, the first of which has this number."""
     message = pb.WatchKvEventsResponse(next_sequence=sequence + len(events))
     for number, event in enumerate(events, sequence):
-        _fill(message.events.add(sequence=number), event, with_tokens=with_tokens)
+        _fill(message.events.add(sequence=number), event, with_tokens=with_tokens, with_keys=with_keys)
     return message
 
 
 def snapshot_batches(
-    stored: Sequence[tuple[int, BlockContent]], sequence: int, *, with_tokens: bool
+    stored: Sequence[tuple[int, BlockContent]], sequence: int, *, with_tokens: bool, with_keys: bool = False
 ) -> Iterator[pb.WatchKvEventsResponse]:
     """A state as the events that make it: all cleared, then what is stored, in as many messages as it takes."""
     message = pb.WatchKvEventsResponse(is_snapshot=True)
@@ -80,12 +90,13 @@ def snapshot_batches(
         if len(message.events) == MAX_EVENTS:
             yield message
             message = pb.WatchKvEventsResponse(is_snapshot=True)
-        _fill(message.events.add(sequence=sequence - 1), (block_id, content, True), with_tokens=with_tokens)
+        event = message.events.add(sequence=sequence - 1)
+        _fill(event, (block_id, content, True), with_tokens=with_tokens, with_keys=with_keys)
     message.next_sequence = sequence
     yield message
 
 
-def _fill(message: pb.KvEvent, event: BlockEvent, *, with_tokens: bool) -> None:
+def _fill(message: pb.KvEvent, event: BlockEvent, *, with_tokens: bool, with_keys: bool) -> None:
     block_id, content, is_stored = event
     if content is None:
         message.cleared.SetInParent()
@@ -101,6 +112,8 @@ def _fill(message: pb.KvEvent, event: BlockEvent, *, with_tokens: bool) -> None:
             stored.parent_content_id = content.parent.serial
         if with_tokens:
             stored.token_ids.CopyFrom(Int32Array(data=content.token_bytes))
+        if with_keys and content.extra_keys:
+            _fill_keys(stored, content.extra_keys)
     else:
         removed = message.removed
         removed.block_id = block_id
@@ -108,3 +121,11 @@ def _fill(message: pb.KvEvent, event: BlockEvent, *, with_tokens: bool) -> None:
         removed.content_id = content.serial
         removed.group = group_of(content)
         removed.medium = pb.KV_MEDIUM_DEVICE
+
+
+def _fill_keys(stored: pb.KvBlockStored, encoded: bytes) -> None:
+    """Tell a content's keys. What stands behind tokens is none of them here: no request of an executor has that."""
+    for domain, value in decode_extra_keys(encoded):
+        field = _KEY_FIELDS.get(domain)
+        if field is not None:
+            setattr(stored.keys, field, value.decode(errors="replace"))  # an adopted block's are an executor's word

@@ -25,6 +25,7 @@ from kvplane_client.errors import (
     UnavailableError,
 )
 from kvplane_client.kv_events import (
+    KvBlockKeys,
     KvBlockRemoved,
     KvBlockStored,
     KvCacheCleared,
@@ -118,6 +119,7 @@ __all__ = [
     "GenerationStream",
     "InternalError",
     "InvalidArgumentError",
+    "KvBlockKeys",
     "KvBlockRemoved",
     "KvBlockStored",
     "KvCacheCleared",

@@ -17,7 +17,7 @@ from kvplane.kvmanager.v1 import kv_manager_service_pb2 as manager_pb
 
 from kvplane_client import manager_types as mt
 from kvplane_client.errors import InternalError
-from kvplane_client.kv_events import KvBlockRemoved, KvBlockStored, KvCacheCleared, KvEvent, KvEventBatch
+from kvplane_client.kv_events import KvBlockKeys, KvBlockRemoved, KvBlockStored, KvCacheCleared, KvEvent, KvEventBatch
 from kvplane_client.types import FinishReason, StopMatch, TokenLogprob, TokenLogprobs, Usage
 
 __all__ = [
@@ -209,6 +209,11 @@ def kv_batch_from(response: manager_pb.WatchKvEventsResponse) -> KvEventBatch:
     )
 
 
+def _keys_from(keys: manager_pb.KvBlockKeys) -> KvBlockKeys:
+    tenant = keys.tenant if keys.HasField("tenant") else None
+    return KvBlockKeys(keys.cache_salt, tenant, keys.lora_id, keys.lora_revision)
+
+
 def _kv_event_from(event: manager_pb.KvEvent) -> KvEvent:
     kind = event.WhichOneof("event")
     if kind == "stored":
@@ -223,6 +228,7 @@ def _kv_event_from(event: manager_pb.KvEvent) -> KvEvent:
             token_ids=struct.unpack(f"<{len(stored.token_ids.data) // 4}i", stored.token_ids.data),
             group=stored.group,
             medium=_medium(stored.medium),
+            keys=_keys_from(stored.keys) if stored.HasField("keys") else None,
         )
     if kind == "removed":
         removed = event.removed

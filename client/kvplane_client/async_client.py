@@ -342,7 +342,12 @@ class AsyncClient:
         return (await self._unary(self._stubs.manager.ResetPrefixCache, request)).blocks_forgotten
 
     async def watch_kv_events(
-        self, *, log_id: str = "", from_sequence: int = 0, include_token_ids: bool = False
+        self,
+        *,
+        log_id: str = "",
+        from_sequence: int = 0,
+        include_token_ids: bool = False,
+        include_keys: bool = False,
     ) -> AsyncIterator[KvEventBatch]:
         """Follows the prefix cache, without an end; :class:`KvCacheIndex` keeps what the batches tell.
 
@@ -352,13 +357,17 @@ class AsyncClient:
             log_id: Of the batch that from_sequence was taken from; empty starts with a snapshot.
             from_sequence: The first event wanted; 0 starts with a snapshot.
             include_token_ids: Adds the tokens of stored blocks: they are what users wrote.
+            include_keys: Adds what else decides who shares them: salts, tenants and adapters.
 
         Raises:
             OutOfRangeError: Those events are not kept any more, or are another run's: start with a snapshot.
             UnavailableError: The manager cannot be reached, or stops.
         """
         request = manager_pb.WatchKvEventsRequest(
-            log_id=log_id, from_sequence=from_sequence, include_token_ids=include_token_ids
+            log_id=log_id,
+            from_sequence=from_sequence,
+            include_token_ids=include_token_ids,
+            include_keys=include_keys,
         )
         call = self._stubs.manager.WatchKvEvents(request)
         try:

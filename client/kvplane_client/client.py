@@ -232,12 +232,20 @@ class Client:
         return self._calls.wait(self._client.reset_prefix_cache)
 
     def watch_kv_events(
-        self, *, log_id: str = "", from_sequence: int = 0, include_token_ids: bool = False
+        self,
+        *,
+        log_id: str = "",
+        from_sequence: int = 0,
+        include_token_ids: bool = False,
+        include_keys: bool = False,
     ) -> Iterator[KvEventBatch]:
         """Follows the prefix cache, without an end."""
         return self._iterate(
             self._client.watch_kv_events(
-                log_id=log_id, from_sequence=from_sequence, include_token_ids=include_token_ids
+                log_id=log_id,
+                from_sequence=from_sequence,
+                include_token_ids=include_token_ids,
+                include_keys=include_keys,
             )
         )
 

@@ -8,7 +8,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["KvBlockRemoved", "KvBlockStored", "KvCacheCleared", "KvCacheIndex", "KvEvent", "KvEventBatch"]
+__all__ = [
+    "KvBlockKeys",
+    "KvBlockRemoved",
+    "KvBlockStored",
+    "KvCacheCleared",
+    "KvCacheIndex",
+    "KvEvent",
+    "KvEventBatch",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class KvBlockKeys:
+    """What requests must have in common, beside tokens, to share a first block, and so all that follow it.
+
+    Attributes:
+        cache_salt: Theirs; empty for none.
+        tenant: Whose they are; None where tenants are not kept apart.
+        lora_id: Their adapter; empty for the model itself.
+        lora_revision: The adapter's weights.
+    """
+
+    cache_salt: str = ""
+    tenant: str | None = None
+    lora_id: str = ""
+    lora_revision: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +50,7 @@ class KvBlockStored:
         token_ids: Its tokens; empty unless they were asked for.
         group: The KV group.
         medium: Where it lies.
+        keys: Of a first block that tokens alone do not decide; None for others, and unless they were asked for.
     """
 
     sequence: int
@@ -36,6 +62,7 @@ class KvBlockStored:
     token_ids: tuple[int, ...] = ()
     group: int = 0
     medium: str = "device"
+    keys: KvBlockKeys | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,18 @@ def encode_extra_keys(keys: Iterable[tuple[KeyDomain, bytes]]) -> bytes:
     return b"".join(bytes((domain,)) + len(value).to_bytes(4, "little") + value for domain, value in keys)
 
 
+def decode_extra_keys(encoded: bytes) -> list[tuple[int, bytes]]:
+    """The keys, in order, that `encode_extra_keys` made these bytes of; a later version may have had other domains."""
+    keys: list[tuple[int, bytes]] = []
+    start = 0
+    while start < len(encoded):
+        value = start + 5
+        stop = value + int.from_bytes(encoded[start + 1 : value], "little")
+        keys.append((encoded[start], encoded[value:stop]))
+        start = stop
+    return keys
+
+
 default_hash: HashFunction = xxhash.xxh3_128_digest
 """xxh3, 128 bits. Source: the xxHash project."""
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from kvplane_client.cli import options as opt
-from kvplane_client.cli.output import print_json, write_text
+from kvplane_client.cli.output import print_json, visible, write_text
 from kvplane_client.cli.session import session
 from kvplane_client.cli.values import refused
-from kvplane_client.kv_events import KvBlockRemoved, KvBlockStored, KvCacheCleared, KvEvent, KvEventBatch
+from kvplane_client.kv_events import KvBlockKeys, KvBlockRemoved, KvBlockStored, KvCacheCleared, KvEvent, KvEventBatch
 
 __all__ = ["events"]
 
@@ -27,8 +27,12 @@ def events(
             help='LOG:NUMBER, as the last line with --json names it in "next"; else a snapshot.',
         ),
     ] = None,
+    *,
     token_ids: Annotated[
         bool, typer.Option("--token-ids", metavar="", help="Add the blocks' tokens: what users wrote.")
+    ] = False,
+    keys: Annotated[
+        bool, typer.Option("--keys", metavar="", help="Add whose they are: salts, tenants and adapters of requests.")
     ] = False,
     server: opt.Server = "localhost:50051",
     wait: opt.Wait = 0,
@@ -46,7 +50,9 @@ def events(
     """
     log_id, from_sequence = _position(since)
     with session(server, as_json=as_json, wait=wait) as client:
-        for batch in client.watch_kv_events(log_id=log_id, from_sequence=from_sequence, include_token_ids=token_ids):
+        for batch in client.watch_kv_events(
+            log_id=log_id, from_sequence=from_sequence, include_token_ids=token_ids, include_keys=keys
+        ):
             if as_json:
                 print_json(_document(batch))
             else:
@@ -70,6 +76,12 @@ def _document(batch: KvEventBatch) -> dict[str, Any]:
     }
 
 
+def _keys(keys: KvBlockKeys) -> str:
+    told = {"salt": keys.cache_salt, "adapter": keys.lora_id, "revision": keys.lora_revision}
+    owner = "" if keys.tenant is None else f" tenant={visible(keys.tenant)}"
+    return owner + "".join(f" {name}={visible(value)}" for name, value in told.items() if value)
+
+
 def _line(event: KvEvent) -> str:
     head = f"{event.sequence:>8} {_NAMES[type(event)]:<7}"
     if isinstance(event, KvCacheCleared):
@@ -78,4 +90,5 @@ def _line(event: KvEvent) -> str:
     if isinstance(event, KvBlockStored):
         line += f" after {event.parent_block_hash}" if event.parent_block_hash else " first"
         line += "".join(f" {token_id}" for token_id in event.token_ids)
+        line += "" if event.keys is None else _keys(event.keys)
     return f"{line}\n"

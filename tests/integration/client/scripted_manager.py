@@ -361,7 +361,11 @@ KV_EVENTS = [
             manager_pb.KvEvent(
                 sequence=4,
                 stored=manager_pb.KvBlockStored(
-                    block_id=7, block_hash=b"\xaa", content_id=1, medium=manager_pb.KV_MEDIUM_DEVICE
+                    block_id=7,
+                    block_hash=b"\xaa",
+                    content_id=1,
+                    medium=manager_pb.KV_MEDIUM_DEVICE,
+                    keys=manager_pb.KvBlockKeys(cache_salt="s\x1b", tenant="", lora_id="a", lora_revision="1"),
                 ),
             ),
         ],

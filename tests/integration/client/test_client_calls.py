@@ -30,6 +30,7 @@ from kvplane_client import (
     ExecutorState,
     FailedPreconditionError,
     InvalidArgumentError,
+    KvBlockKeys,
     KvCacheIndex,
     KvPlaneError,
     LoraAdapter,
@@ -71,10 +72,14 @@ async def test_watch_kv_events_yields_batches_and_raises_what_ends_them(
     client: AsyncClient, manager: ScriptedManager
 ) -> None:
     index, held = KvCacheIndex(), []
+    keys: set[KvBlockKeys | None] = set()
 
     async def follow() -> None:
-        async for batch in client.watch_kv_events(log_id="log", from_sequence=4, include_token_ids=True):
+        async for batch in client.watch_kv_events(
+            log_id="log", from_sequence=4, include_token_ids=True, include_keys=True
+        ):
             index.apply(batch)
+            keys.update(block.keys for block in index.blocks.values())
             held.append(index.reachable())
 
     with pytest.raises(OutOfRangeError, match="too slow"):
@@ -83,7 +88,8 @@ async def test_watch_kv_events_yields_batches_and_raises_what_ends_them(
     assert held == [{"aa"}, set()]
     assert (index.log_id, index.next_sequence) == ("log", 6)
     (asked,) = manager.scripts.of("WatchKvEvents")
-    assert (asked.log_id, asked.from_sequence, asked.include_token_ids) == ("log", 4, True)
+    assert (asked.log_id, asked.from_sequence, asked.include_token_ids, asked.include_keys) == ("log", 4, True, True)
+    assert keys == {KvBlockKeys("s\x1b", "", "a", "1")}
 
 
 async def test_get_model_returns_plain_values(client: AsyncClient) -> None:

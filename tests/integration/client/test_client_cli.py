@@ -584,15 +584,18 @@ def test_blocks_trace_of_a_model_with_several_groups_names_each(cli: Cli, thread
 
 
 def test_events_are_lines_or_json_until_the_stream_ends(cli: Cli, threaded_manager: ThreadedManager) -> None:
-    plain, result = cli("events"), cli("events", "--since", "log:4", "--token-ids", "--json")
+    plain, result = cli("events"), cli("events", "--since", "log:4", "--token-ids", "--keys", "--json")
 
     assert (plain.exit_code, result.exit_code) == (1, 1)
     assert plain.stdout.splitlines() == [
-        "       4 cleared", "       4 stored  block 7      aa first", "       5 removed block 7      aa",
+        "       4 cleared", "       4 stored  block 7      aa first tenant= salt=s\\x1b adapter=a revision=1",
+        "       5 removed block 7      aa",
     ]  # fmt: skip
     assert "too slow" in plain.stderr
     documents = [json.loads(line) for line in result.stdout.splitlines()]
     assert [(one["next"], one["is_snapshot"]) for one in documents] == [("log:5", True), ("log:6", False)]
+    keys = {"cache_salt": "s\x1b", "tenant": "", "lora_id": "a", "lora_revision": "1"}
+    assert documents[0]["events"][1]["keys"] == keys
     assert documents[1]["events"] == [
         {
             "event": "removed", "sequence": 5, "block_id": 7, "block_hash": "aa", "content_id": 1, "group": 0,
@@ -600,9 +603,9 @@ def test_events_are_lines_or_json_until_the_stream_ends(cli: Cli, threaded_manag
         }
     ]  # fmt: skip
     asked = threaded_manager.scripts.of("WatchKvEvents")
-    assert [(one.log_id, one.from_sequence, one.include_token_ids) for one in asked] == [
-        ("", 0, False),
-        ("log", 4, True),
+    assert [(one.log_id, one.from_sequence, one.include_token_ids, one.include_keys) for one in asked] == [
+        ("", 0, False, False),
+        ("log", 4, True, True),
     ]
 
 

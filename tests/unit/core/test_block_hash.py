@@ -5,6 +5,7 @@ import xxhash
 from kvmanager_service.core.block_hash import (
     NONE_HASH,
     KeyDomain,
+    decode_extra_keys,
     default_hash,
     encode_extra_keys,
     hash_block_tokens,
@@ -51,5 +52,6 @@ def test_encode_extra_keys_cut_in_another_place_gives_other_bytes() -> None:
     ]
     encoded = [encode_extra_keys(cut) for cut in cuts]
     assert len(set(encoded)) == len(cuts)
+    assert [decode_extra_keys(keys) for keys in encoded] == cuts
     assert encoded[0] == b""
     assert encoded[2] == b"\x01\x02\x00\x00\x00ab"

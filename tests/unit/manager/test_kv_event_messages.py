@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from itertools import pairwise
+from typing import Any
 
+import pytest
 from kvplane.kvmanager.v1 import kv_manager_service_pb2 as pb
 from kvplane_client import KvCacheIndex
 from kvplane_client._convert import kv_batch_from
 
 from kvmanager_service.core.block_events import BlockEventLog
+from kvmanager_service.core.extra_keys import LoraAdapter
 from kvmanager_service.core.group_key import group_key
-from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
+from kvmanager_service.core.kv_cache_coordinator import KVCache, KVCacheCoordinator
 from kvmanager_service.core.kv_groups import FullAttention, RecurrentState, SlidingWindow
 from kvmanager_service.core.request import Request
 from kvmanager_service.kv_event_messages import event_batch, snapshot_batches
@@ -89,6 +93,36 @@ def test_events_of_one_group_are_of_group_0_whatever_their_keys() -> None:
     kv.cache_blocks(request, 0)
     first, second = (event.stored for event in events_of(log)[1:])
     assert (first.group, second.group, second.parent_block_hash) == (0, 0, first.block_hash)
+
+
+@pytest.mark.parametrize("with_groups", [False, True])
+def test_events_tell_the_keys_of_first_blocks_on_demand(with_groups: bool) -> None:
+    log = BlockEventLog(100)
+    kv: KVCache = make_coordinator(GROUPS[:1] * 2, events=log) if with_groups else make_kv(30, events=log)
+    lora = LoraAdapter("a", "1")
+    given: list[dict[str, Any]] = [{}, {"salt": "s"}, {"lora": lora, "salt": "t"}, {"tenant": "", "is_isolated": True}]
+    for number, keys in enumerate(given):
+        request = make_request(f"r{number}", range(100 * number, 100 * number + 9), arrival_seq=number, **keys)
+        assert kv.allocate_sequence(request)
+        request.num_computed_tokens = 9
+        kv.cache_blocks(request, 0)
+
+    def told(events: Iterable[pb.KvEvent]) -> set[tuple[bool, bytes]]:
+        """Whether it is a first block, and its keys; nothing for none."""
+        stored = [event.stored for event in events if event.HasField("stored")]
+        assert len(stored) == 2 * len(given) * (2 if with_groups else 1)
+        keys = [one.keys.SerializeToString(deterministic=True) if one.HasField("keys") else b"" for one in stored]
+        return {(not one.parent_block_hash, encoded) for one, encoded in zip(stored, keys, strict=True)}
+
+    expected = {(True, b""), (False, b"")} | {
+        (True, pb.KvBlockKeys(**fields).SerializeToString(deterministic=True))
+        for fields in ({"cache_salt": "s"}, {"cache_salt": "t", "lora_id": "a", "lora_revision": "1"}, {"tenant": ""})
+    }
+    assert told(event_batch(log.since(1, 100), 1, with_tokens=False, with_keys=True).events) == expected
+    contents = list(kv.pool.committed_contents())
+    (snapshot,) = snapshot_batches(contents, 1, with_tokens=False, with_keys=True)
+    assert told(snapshot.events) == expected
+    assert told(event_batch(log.since(1, 100), 1, with_tokens=False).events) == {(True, b""), (False, b"")}
 
 
 def test_follower_of_several_groups_knows_what_each_holds_after_any_life() -> None:

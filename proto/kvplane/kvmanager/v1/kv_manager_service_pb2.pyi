@@ -795,6 +795,7 @@ class WatchKvEventsRequest(google.protobuf.message.Message):
     FROM_SEQUENCE_FIELD_NUMBER: builtins.int
     LOG_ID_FIELD_NUMBER: builtins.int
     INCLUDE_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    INCLUDE_KEYS_FIELD_NUMBER: builtins.int
     from_sequence: builtins.int
     """from_sequence is the first event wanted, next_sequence of the last response that was applied. 0 starts with a
     snapshot.
@@ -803,14 +804,17 @@ class WatchKvEventsRequest(google.protobuf.message.Message):
     """log_id is that of the response from_sequence was taken from. Another run's gets OUT_OF_RANGE. Empty with a snapshot."""
     include_token_ids: builtins.bool
     """include_token_ids adds the tokens of stored blocks: they are what users wrote."""
+    include_keys: builtins.bool
+    """include_keys adds the keys of stored blocks: names and salts that requests gave."""
     def __init__(
         self,
         *,
         from_sequence: builtins.int = ...,
         log_id: builtins.str = ...,
         include_token_ids: builtins.bool = ...,
+        include_keys: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["from_sequence", b"from_sequence", "include_token_ids", b"include_token_ids", "log_id", b"log_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["from_sequence", b"from_sequence", "include_keys", b"include_keys", "include_token_ids", b"include_token_ids", "log_id", b"log_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WatchKvEventsRequest: typing_extensions.TypeAlias = WatchKvEventsRequest
@@ -910,6 +914,7 @@ class KvBlockStored(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     GROUP_FIELD_NUMBER: builtins.int
     MEDIUM_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
     block_id: builtins.int
     """block_id is the block's index in the executor's cache."""
     block_hash: builtins.bytes
@@ -930,6 +935,12 @@ class KvBlockStored(google.protobuf.message.Message):
     def token_ids(self) -> kvplane.common.v1.common_pb2.Int32Array:
         """token_ids are the block's tokens, block_size of them. Absent unless WatchKvEventsRequest.include_token_ids."""
 
+    @property
+    def keys(self) -> Global___KvBlockKeys:
+        """keys are what decides the K/V of a first block, and so of all that follow it, beside the tokens. Absent for other blocks, for one
+        that only tokens decide, and unless WatchKvEventsRequest.include_keys.
+        """
+
     def __init__(
         self,
         *,
@@ -941,13 +952,50 @@ class KvBlockStored(google.protobuf.message.Message):
         token_ids: kvplane.common.v1.common_pb2.Int32Array | None = ...,
         group: builtins.int = ...,
         medium: Global___KvMedium.ValueType = ...,
+        keys: Global___KvBlockKeys | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["token_ids", b"token_ids"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["keys", b"keys", "token_ids", b"token_ids"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_hash", b"block_hash", "block_id", b"block_id", "content_id", b"content_id", "group", b"group", "medium", b"medium", "parent_block_hash", b"parent_block_hash", "parent_content_id", b"parent_content_id", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_hash", b"block_hash", "block_id", b"block_id", "content_id", b"content_id", "group", b"group", "keys", b"keys", "medium", b"medium", "parent_block_hash", b"parent_block_hash", "parent_content_id", b"parent_content_id", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___KvBlockStored: typing_extensions.TypeAlias = KvBlockStored
+
+@typing.final
+class KvBlockKeys(google.protobuf.message.Message):
+    """KvBlockKeys is what requests must have in common, beside tokens, to share blocks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CACHE_SALT_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    LORA_ID_FIELD_NUMBER: builtins.int
+    LORA_REVISION_FIELD_NUMBER: builtins.int
+    cache_salt: builtins.str
+    """cache_salt is GenerateRequest.cache_salt. Empty is none."""
+    tenant: builtins.str
+    """tenant is whose requests alone can hit it. Absent where tenants are not isolated."""
+    lora_id: builtins.str
+    """lora_id names the adapter, as GenerateRequest.adapter does. Empty is the model itself."""
+    lora_revision: builtins.str
+    """lora_revision is LoraAdapter.revision."""
+    def __init__(
+        self,
+        *,
+        cache_salt: builtins.str = ...,
+        tenant: builtins.str | None = ...,
+        lora_id: builtins.str = ...,
+        lora_revision: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_tenant", b"_tenant", "cache_salt", b"cache_salt", "lora_id", b"lora_id", "lora_revision", b"lora_revision", "tenant", b"tenant"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__tenant: typing_extensions.TypeAlias = typing.Literal["tenant"]
+    _WhichOneofArgType__tenant: typing_extensions.TypeAlias = typing.Literal["_tenant", b"_tenant"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant) -> _WhichOneofReturnType__tenant | None: ...
+
+Global___KvBlockKeys: typing_extensions.TypeAlias = KvBlockKeys
 
 @typing.final
 class KvBlockRemoved(google.protobuf.message.Message):
