@@ -12,6 +12,7 @@ from kvplane.kvmanager.v1 import kv_manager_service_pb2_grpc
 
 from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.block import BlockContent
+from kvmanager_service.core.extra_keys import LoraAdapter, request_keys
 from kvmanager_service.engine_api import ManagerState
 from kvmanager_service.errors import UnavailableError
 from kvmanager_service.kv_event_messages import MAX_EVENTS
@@ -68,6 +69,24 @@ async def test_watch_tokens_are_shown_on_demand_only(manager: Manager) -> None:
     call = manager.kv.WatchKvEvents(pb.WatchKvEventsRequest())
     assert not (await read(call)).events[1].stored.HasField("token_ids")
     call.cancel()
+
+
+async def test_watch_keys_are_shown_on_demand_only(manager: Manager) -> None:
+    """In a snapshot and in what follows; of those that a later version may have had, nothing is told."""
+    events = manager.engine.events
+    unknown = bytes((99, 1, 0, 0, 0, 7))
+    keys = request_keys("s", "t", LoraAdapter("a", "1")) + unknown
+    salted = BlockContent(5, b"r" * 16, None, token_bytes([1, 2]), keys)
+    manager.engine.snapshot = [(7, salted)]
+    told = pb.KvBlockKeys(cache_salt="s", tenant="t", lora_id="a", lora_revision="1")
+    for asks in (True, False):
+        call = manager.kv.WatchKvEvents(pb.WatchKvEventsRequest(include_keys=asks))
+        blocks = [(await read(call)).events[1].stored]
+        events.log.stored(8, salted)
+        events.notify()
+        blocks.append((await read(call)).events[0].stored)
+        assert [block.keys if block.HasField("keys") else None for block in blocks] == [told if asks else None] * 2
+        call.cancel()
 
 
 async def test_watch_snapshot_of_many_blocks_comes_in_parts_and_says_when_it_is_complete(manager: Manager) -> None:
