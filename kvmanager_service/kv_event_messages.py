@@ -1,6 +1,7 @@
 """The cache's events as messages of WatchKvEvents.
 
-Station: called by the servicer; calls nobody. Knows what an event looks like on the wire, not when one comes.
+Station: called by the servicer, for the keys of traced blocks, too; calls nobody. Knows what an event looks like on
+the wire, not when one comes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvmanager_service.core.group_hits import parent_hash_of
 from kvmanager_service.core.group_key import group_of
 from kvmanager_service.engine_api import Engine
 
-__all__ = ["MAX_EVENTS", "event_batch", "snapshot_batches", "watch"]
+__all__ = ["MAX_EVENTS", "event_batch", "fill_keys", "snapshot_batches", "watch"]
 
 _KEY_FIELDS: dict[int, str] = {
     KeyDomain.CACHE_SALT: "cache_salt",
@@ -113,7 +114,7 @@ def _fill(message: pb.KvEvent, event: BlockEvent, *, with_tokens: bool, with_key
         if with_tokens:
             stored.token_ids.CopyFrom(Int32Array(data=content.token_bytes))
         if with_keys and content.extra_keys:
-            _fill_keys(stored, content.extra_keys)
+            fill_keys(stored, content.extra_keys)
     else:
         removed = message.removed
         removed.block_id = block_id
@@ -123,9 +124,9 @@ def _fill(message: pb.KvEvent, event: BlockEvent, *, with_tokens: bool, with_key
         removed.medium = pb.KV_MEDIUM_DEVICE
 
 
-def _fill_keys(stored: pb.KvBlockStored, encoded: bytes) -> None:
+def fill_keys(message: pb.KvBlockStored | pb.BlockRecord, encoded: bytes) -> None:
     """Tell a content's keys. What stands behind tokens is none of them here: no request of an executor has that."""
     for domain, value in decode_extra_keys(encoded):
         field = _KEY_FIELDS.get(domain)
         if field is not None:
-            setattr(stored.keys, field, value.decode(errors="replace"))  # an adopted block's are an executor's word
+            setattr(message.keys, field, value.decode(errors="replace"))  # an adopted block's are an executor's word

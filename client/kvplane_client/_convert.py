@@ -195,6 +195,7 @@ def trace_from(block_id: int, response: manager_pb.TraceBlockResponse) -> mt.Blo
             step_id=record.step_id or None,
             block_hash=record.block_hash.hex() or None,
             group=record.group,
+            keys=_keys_from(record.keys) if record.HasField("keys") else None,
         )
         for record in response.records
     )

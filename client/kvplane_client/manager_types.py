@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from kvplane_client.kv_events import KvBlockKeys
 from kvplane_client.types import FinishReason
 
 __all__ = [
@@ -302,6 +303,7 @@ class BlockRecord:
         step_id: The step that fills it, for HASHED and FILLED, or None.
         block_hash: The chain hash in hexadecimal that it got, had or lost, or None.
         group: The KV group whose table the block was in, or that block_hash is of.
+        keys: What beside tokens decided what it held; None for tokens alone, and for all but first blocks.
     """
 
     order: int
@@ -310,6 +312,7 @@ class BlockRecord:
     step_id: int | None
     block_hash: str | None
     group: int = 0
+    keys: KvBlockKeys | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,10 +44,11 @@ class BlockRecord:
         request_id: whose doing it was; empty where it was nobody's.
         step_id: the step that fills it, for HASHED and FILLED; 0 otherwise.
         block_hash: what it came to hold, held or lost; empty where it has no hash.
+        extra_keys: what decided that beside tokens; see `block_hash.encode_extra_keys`.
         group: the KV group whose table the block was in, or whose content it came to hold or lost.
     """
 
-    __slots__ = ("block_hash", "block_id", "group", "moment", "order", "request_id", "step_id")
+    __slots__ = ("block_hash", "block_id", "extra_keys", "group", "moment", "order", "request_id", "step_id")
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class BlockRecord:
         request_id: str,
         step_id: int,
         block_hash: bytes,
+        extra_keys: bytes = b"",
         group: int = 0,
     ) -> None:
         self.order = order
@@ -66,6 +68,7 @@ class BlockRecord:
         self.request_id = request_id
         self.step_id = step_id
         self.block_hash = block_hash
+        self.extra_keys = extra_keys
         self.group = group
 
 
@@ -90,6 +93,7 @@ class BlockHistory:
         request_id: str = "",
         step_id: int = 0,
         block_hash: bytes = b"",
+        extra_keys: bytes = b"",
         group: int = 0,
     ) -> None:
         """Something happened to a block."""
@@ -101,6 +105,7 @@ class BlockHistory:
                 request_id=request_id,
                 step_id=step_id,
                 block_hash=block_hash,
+                extra_keys=extra_keys,
                 group=group,
             )
         )
@@ -109,7 +114,15 @@ class BlockHistory:
     def note_table(self, request_id: str, group: int, blocks: Iterable[KVCacheBlock], moment: BlockMoment) -> None:
         """A request did something with blocks of its table in a group."""
         for block in blocks:
-            self.note(block.block_id, moment, request_id=request_id, block_hash=block.block_hash or b"", group=group)
+            content = block.content
+            self.note(
+                block.block_id,
+                moment,
+                request_id=request_id,
+                block_hash=b"" if content is None else content.block_hash,
+                extra_keys=b"" if content is None else content.extra_keys,
+                group=group,
+            )
 
     def of(self, block_id: int) -> list[BlockRecord]:
         """What is kept of one block, oldest first."""

@@ -519,7 +519,12 @@ class BlockPool:
         """Tell the history, which there is, what became of what a block holds."""
         assert self.history is not None
         self.history.note(
-            block.block_id, moment, step_id=step_id, block_hash=content.block_hash, group=group_of(content)
+            block.block_id,
+            moment,
+            step_id=step_id,
+            block_hash=content.block_hash,
+            extra_keys=content.extra_keys,
+            group=group_of(content),
         )
 
     def check_integrity(self, tables: Iterable[Sequence[KVCacheBlock]]) -> None:

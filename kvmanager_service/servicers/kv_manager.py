@@ -29,7 +29,7 @@ from kvmanager_service.engine_api import (
     TenantView,
 )
 from kvmanager_service.errors import RpcErrors
-from kvmanager_service.kv_event_messages import watch
+from kvmanager_service.kv_event_messages import fill_keys, watch
 from kvmanager_service.pinning import pin_prefix
 from kvmanager_service.request_stream import FINISH_REASONS
 from kvmanager_service.servicers import sequences
@@ -316,7 +316,7 @@ def _to_lora_adapter(view: AdapterView) -> pb.LoraAdapter:
 
 
 def _to_block_record(record: BlockRecord) -> pb.BlockRecord:
-    return pb.BlockRecord(
+    message = pb.BlockRecord(
         order=record.order,
         moment=_MOMENTS[record.moment],
         request_id=record.request_id,
@@ -324,6 +324,8 @@ def _to_block_record(record: BlockRecord) -> pb.BlockRecord:
         block_hash=record.block_hash,
         group=record.group,
     )
+    fill_keys(message, record.extra_keys)
+    return message
 
 
 def _to_block_info(block: BlockView) -> pb.BlockInfo:

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from kvplane_client.cli import options as opt
-from kvplane_client.cli.output import print_json, visible, write_text
+from kvplane_client.cli.output import keys_told, print_json, write_text
 from kvplane_client.cli.session import session
 from kvplane_client.cli.values import refused
-from kvplane_client.kv_events import KvBlockKeys, KvBlockRemoved, KvBlockStored, KvCacheCleared, KvEvent, KvEventBatch
+from kvplane_client.kv_events import KvBlockRemoved, KvBlockStored, KvCacheCleared, KvEvent, KvEventBatch
 
 __all__ = ["events"]
 
@@ -76,12 +76,6 @@ def _document(batch: KvEventBatch) -> dict[str, Any]:
     }
 
 
-def _keys(keys: KvBlockKeys) -> str:
-    told = {"salt": keys.cache_salt, "adapter": keys.lora_id, "revision": keys.lora_revision}
-    owner = "" if keys.tenant is None else f" tenant={visible(keys.tenant)}"
-    return owner + "".join(f" {name}={visible(value)}" for name, value in told.items() if value)
-
-
 def _line(event: KvEvent) -> str:
     head = f"{event.sequence:>8} {_NAMES[type(event)]:<7}"
     if isinstance(event, KvCacheCleared):
@@ -90,5 +84,5 @@ def _line(event: KvEvent) -> str:
     if isinstance(event, KvBlockStored):
         line += f" after {event.parent_block_hash}" if event.parent_block_hash else " first"
         line += "".join(f" {token_id}" for token_id in event.token_ids)
-        line += "" if event.keys is None else _keys(event.keys)
+        line += "" if event.keys is None else f" {keys_told(event.keys)}"
     return f"{line}\n"

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kvplane_client.cli import options as opt
 from kvplane_client.cli.connection import connected
-from kvplane_client.cli.output import escaped, out_console, print_json, ranges
+from kvplane_client.cli.output import escaped, keys_told, out_console, print_json, ranges
 from kvplane_client.cli.session import session
 from kvplane_client.cli.values import MAX_INT32, integer
 from kvplane_client.manager_types import BlockFilter, BlockInfo, BlockTrace, RequestInfo
@@ -169,14 +169,19 @@ def trace(
 
 
 def _life_table(told: BlockTrace) -> Table:
-    """One line a moment; the KV group is told where there are several, for a block may be of one after the other."""
-    has_groups = told.num_groups > 1
-    table = Table("order", "moment", *(("group",) if has_groups else ()), "request", "step", "hash", box=None)
+    """One line a moment; the KV group is told where there are several, for a block may be of one after the other.
+
+    So are the keys, where any moment has some.
+    """
+    has_groups, has_keys = told.num_groups > 1, any(record.keys is not None for record in told.records)
+    groups, keys = ("group",) if has_groups else (), ("shared under",) if has_keys else ()
+    table = Table("order", "moment", *groups, "request", "step", "hash", *keys, box=None)
     for record in told.records:
         group = (str(record.group),) if has_groups else ()
         step = "" if record.step_id is None else str(record.step_id)
         request_id = escaped(record.request_id or "")
-        table.add_row(str(record.order), record.moment, *group, request_id, step, record.block_hash or "")
+        shared = (escaped("" if record.keys is None else keys_told(record.keys)),) if has_keys else ()
+        table.add_row(str(record.order), record.moment, *group, request_id, step, record.block_hash or "", *shared)
     return table
 
 

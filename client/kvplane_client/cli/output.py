@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvplane_client.errors import KvPlaneError
+from kvplane_client.kv_events import KvBlockKeys
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -25,6 +26,7 @@ __all__ = [
     "err_console",
     "error_document",
     "escaped",
+    "keys_told",
     "out_console",
     "print_json",
     "ranges",
@@ -69,6 +71,13 @@ def write_text(text: str) -> None:
     """Writes a piece of model output at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def keys_told(keys: KvBlockKeys) -> str:
+    """Tells in a line whom a first block is shared with: its tenant, salt and adapter, as far as it has them."""
+    told = {"salt": keys.cache_salt, "adapter": keys.lora_id, "revision": keys.lora_revision}
+    tenant = [] if keys.tenant is None else [f"tenant={visible(keys.tenant)}"]
+    return " ".join([*tenant, *(f"{name}={visible(value)}" for name, value in told.items() if value)])
 
 
 def visible(text: str, *, as_lines: bool = False) -> str:

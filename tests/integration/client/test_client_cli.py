@@ -556,6 +556,7 @@ def test_blocks_trace_tells_a_blocks_life(cli: Cli, threaded_manager: ThreadedMa
     assert (document["block_id"], document["is_whole"]) == (12, False)
     assert document["records"][0] == {
         "order": 3, "moment": "allocated", "request_id": "r1", "step_id": None, "block_hash": None, "group": 0,
+        "keys": None,
     }  # fmt: skip
     assert document["num_groups"] == 1
     assert [one.block_id for one in threaded_manager.scripts.of("TraceBlock")] == [12, 12]
@@ -581,6 +582,28 @@ def test_blocks_trace_of_a_model_with_several_groups_names_each(cli: Cli, thread
     ]  # fmt: skip
     assert [record["group"] for record in document["records"]] == [2, 0]
     assert document["num_groups"] == 3
+
+
+def test_blocks_trace_tells_whom_a_first_block_is_shared_with(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    keys = manager_pb.KvBlockKeys(tenant="[b]", cache_salt="s\x1b")
+    told = manager_pb.TraceBlockResponse(
+        records=[
+            manager_pb.BlockRecord(order=3, moment=manager_pb.BLOCK_MOMENT_ALLOCATED, request_id="r1"),
+            manager_pb.BlockRecord(order=9, moment=manager_pb.BLOCK_MOMENT_HASHED, block_hash=b"\xab", keys=keys),
+        ],
+        is_whole=True,
+        num_groups=1,
+    )
+    threaded_manager.scripts.unary["TraceBlock"] = [lambda request, context: succeed_with(told, request, context)]
+    plain, (document,) = cli("blocks", "trace", "12"), lines(cli("blocks", "trace", "12", "--json"))
+
+    assert [line.split() for line in plain.stdout.splitlines()] == [
+        ["order", "moment", "request", "step", "hash", "shared", "under"],
+        ["3", "allocated", "r1"], ["9", "hashed", "ab", "tenant=[b]", "salt=s\\x1b"],
+    ]  # fmt: skip
+    assert [record["keys"] for record in document["records"]] == [
+        None, {"cache_salt": "s\x1b", "tenant": "[b]", "lora_id": "", "lora_revision": ""},
+    ]  # fmt: skip
 
 
 def test_events_are_lines_or_json_until_the_stream_ends(cli: Cli, threaded_manager: ThreadedManager) -> None:

@@ -146,14 +146,30 @@ async def test_list_requests_pages_list_each_once_though_some_finish_in_between(
 async def test_trace_block_carries_every_field_and_every_moment(manager: Manager) -> None:
     records = [
         BlockRecord(7, 3, BlockMoment.ALLOCATED, request_id="r", step_id=0, block_hash=b""),
-        BlockRecord(9, 3, BlockMoment.FILLED, request_id="", step_id=5, block_hash=b"h", group=2),
+        BlockRecord(
+            9,
+            3,
+            BlockMoment.FILLED,
+            request_id="",
+            step_id=5,
+            block_hash=b"h",
+            extra_keys=request_keys("s", "", LoraAdapter("a", "1")),
+            group=2,
+        ),
     ]
     manager.engine.trace = BlockTrace(records, 0, num_groups=3)
     response = await manager.kv.TraceBlock(pb.TraceBlockRequest(block_id=3))
     assert response == pb.TraceBlockResponse(
         records=[
             pb.BlockRecord(order=7, moment=pb.BLOCK_MOMENT_ALLOCATED, request_id="r"),
-            pb.BlockRecord(order=9, moment=pb.BLOCK_MOMENT_FILLED, step_id=5, block_hash=b"h", group=2),
+            pb.BlockRecord(
+                order=9,
+                moment=pb.BLOCK_MOMENT_FILLED,
+                step_id=5,
+                block_hash=b"h",
+                group=2,
+                keys=pb.KvBlockKeys(cache_salt="s", tenant="", lora_id="a", lora_revision="1"),
+            ),
         ],
         is_whole=True,
         num_groups=3,

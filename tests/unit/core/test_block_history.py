@@ -61,6 +61,19 @@ def test_history_records_carry_order_step_and_hash() -> None:
     assert allocated.order < hashed.order < filled.order < freed.order
 
 
+def test_history_records_carry_the_keys_of_what_a_first_block_held() -> None:
+    scheduler = make_watched()
+    request = scheduler.add_request(make_new("a", 9, max_tokens=1, salt="s"))
+    run_step(scheduler)
+    history = scheduler.kv.pool.history
+    assert history is not None
+    assert request.extra_keys
+    assert [one.extra_keys for one in history.of(1)] == [b"", *[request.extra_keys] * 3]
+    assert [one.extra_keys for one in history.of(2)] == [b""] * 4
+    scheduler.kv.pool.reset_prefix_cache()
+    assert history.of(1)[-1].extra_keys == request.extra_keys, "that is what it lost"
+
+
 def test_history_block_of_a_lost_or_failed_step_was_forgotten_and_never_filled() -> None:
     scheduler = make_watched()
     scheduler.add_request(make_new("a", 9, max_tokens=1))

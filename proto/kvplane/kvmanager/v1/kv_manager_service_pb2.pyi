@@ -759,6 +759,7 @@ class BlockRecord(google.protobuf.message.Message):
     STEP_ID_FIELD_NUMBER: builtins.int
     BLOCK_HASH_FIELD_NUMBER: builtins.int
     GROUP_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
     order: builtins.int
     """order grows with each record of any block, from 1."""
     moment: Global___BlockMoment.ValueType
@@ -771,6 +772,10 @@ class BlockRecord(google.protobuf.message.Message):
     """block_hash is the chain hash that it got, had or lost. Empty means none."""
     group: builtins.int
     """group is the KV group, counted from 0, whose table the block was in, or that block_hash is of."""
+    @property
+    def keys(self) -> Global___KvBlockKeys:
+        """keys are what beside tokens decided what it held, as in KvBlockStored. Absent where there is no block_hash."""
+
     def __init__(
         self,
         *,
@@ -780,8 +785,11 @@ class BlockRecord(google.protobuf.message.Message):
         step_id: builtins.int = ...,
         block_hash: builtins.bytes = ...,
         group: builtins.int = ...,
+        keys: Global___KvBlockKeys | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_hash", b"block_hash", "group", b"group", "moment", b"moment", "order", b"order", "request_id", b"request_id", "step_id", b"step_id"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["keys", b"keys"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_hash", b"block_hash", "group", b"group", "keys", b"keys", "moment", b"moment", "order", b"order", "request_id", b"request_id", "step_id", b"step_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___BlockRecord: typing_extensions.TypeAlias = BlockRecord
