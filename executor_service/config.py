@@ -178,8 +178,8 @@ class ExecutorConfig(BaseSettings):
     )
     sim_windows: Annotated[tuple[int, ...], NoDecode, BeforeValidator(_parse_id_list)] = Field(
         (),
-        description='sim: the window of each KV group in tokens, 0 for full attention, -1 for a state, such as "0,64".'
-        " Default: one group of full attention.",
+        description='sim: the window of each KV group in tokens, 0 for full attention, -1 for a state, such as "0,64";'
+        " -n for chunks of n tokens. Default: one group of full attention.",
     )
 
     @model_validator(mode="after")

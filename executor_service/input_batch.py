@@ -23,7 +23,8 @@ from executor_service.backends.base import (
     PenaltyHistory,
     SamplingBatch,
     StepBatch,
-    reach_of,
+    chunk_size,
+    first_read,
 )
 from executor_service.block_copies import NO_COPIES, StepCopies, parse_copies
 from executor_service.block_tags import MAX_TAG_BYTES
@@ -39,7 +40,7 @@ class StepLimits:
 
     Units:
         max_model_len, max_num_batched_tokens: tokens; max_num_seqs: rows, and samples; num_blocks includes the null
-        block; windows: tokens, one value for each KV group, 0 for full attention, STATE for a state.
+        block; windows: one value for each KV group, as `KvGroupSpec.window`.
     """
 
     kv_epoch: int
@@ -298,17 +299,25 @@ def _require_window(
     if not len(nulls):
         return
     rows = np.searchsorted(indptr, nulls, side="right") - 1
-    first_read = np.maximum(starts[rows] - np.int32(reach_of(window)), 0)
-    needed = nulls - indptr[rows] >= first_read // np.int32(block_size)
+    first = first_read(starts[rows], window)
+    needed = nulls - indptr[rows] >= first // np.int32(block_size)
     if needed.any():
         place = int(np.argmax(needed))
         row, start = int(rows[place]), int(starts[rows[place]])
         raise InvalidFieldError(
             f"{field}[{int(nulls[place])}]",
-            f"a block in [1, num_blocks) for positions from {int(first_read[place])} on, which row {row} reads from "
-            f"position {start} with {'a state' if window == STATE else f'a window of {window}'}",
+            f"a block in [1, num_blocks) for positions from {int(first[place])} on, which row {row} reads from "
+            f"position {start} with {_described(window)}",
             "the null block, 0",
         )
+
+
+def _described(window: int) -> str:
+    """How a group other than of full attention is told of."""
+    if window == STATE:
+        return "a state"
+    size = chunk_size(window)
+    return f"chunks of {size}" if size else f"a window of {window}"
 
 
 def _require_blocks_of_one_group(slots: list[npt.NDArray[np.int64]], block_size: int) -> None:

@@ -17,7 +17,14 @@ from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvplane.executor.v1 import executor_service_pb2_grpc as pb_grpc
 
 from executor_service.adapters import LoadedAdapter
-from executor_service.backends.base import STATE, KvGroupSpec, MemoryProfile, ModelInfo, NotEnoughMemoryError
+from executor_service.backends.base import (
+    STATE,
+    KvGroupSpec,
+    MemoryProfile,
+    ModelInfo,
+    NotEnoughMemoryError,
+    chunk_size,
+)
 from executor_service.block_tags import portions
 from executor_service.compute_thread import ComputeThread, in_daemon_thread
 from executor_service.errors import ExecutorError, abort_with, as_executor_error
@@ -219,6 +226,8 @@ def _lora_adapter(adapter: LoadedAdapter) -> pb.LoraAdapter:
 def _group_type(window: int) -> pb.KvGroupType:
     if window == STATE:
         return pb.KV_GROUP_TYPE_RECURRENT_STATE
+    if chunk_size(window):
+        return pb.KV_GROUP_TYPE_CHUNKED_LOCAL
     return pb.KV_GROUP_TYPE_SLIDING_WINDOW if window else pb.KV_GROUP_TYPE_FULL_ATTENTION
 
 
@@ -230,6 +239,7 @@ def _kv_group(group: KvGroupSpec) -> pb.KvGroup:
         head_dim=group.head_dim,
         bytes_per_block=group.bytes_per_block,
         window=max(group.window, 0),
+        chunk=chunk_size(group.window),
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
-from kvmanager_service.core.kv_groups import FullAttention, KVGroup, RecurrentState, SlidingWindow
+from kvmanager_service.core.kv_groups import ChunkedLocal, FullAttention, KVGroup, RecurrentState, SlidingWindow
 
 __all__ = ["MAX_GROUPS", "UnsupportedGroupsError", "longest_fit", "read_groups"]
 
@@ -31,7 +31,7 @@ def read_groups(kv_groups: Sequence[pb.KvGroup], block_size: int) -> list[KVGrou
         block_size: tokens per block, at least 1.
 
     Raises:
-        UnsupportedGroupsError: none, too many, or one of a type or with a window that the core does not know.
+        UnsupportedGroupsError: none, too many, or one of a type, window or chunk that the core does not know.
     """
     if not 1 <= len(kv_groups) <= MAX_GROUPS:
         raise UnsupportedGroupsError(f"1 to {MAX_GROUPS} groups, got {len(kv_groups)}")
@@ -39,15 +39,18 @@ def read_groups(kv_groups: Sequence[pb.KvGroup], block_size: int) -> list[KVGrou
 
 
 def _read_group(index: int, group: pb.KvGroup, block_size: int) -> KVGroup:
-    if group.type == pb.KV_GROUP_TYPE_FULL_ATTENTION and group.window == 0:
+    window, chunk = group.window, group.chunk
+    if group.type == pb.KV_GROUP_TYPE_FULL_ATTENTION and window == chunk == 0:
         return FullAttention(block_size)
-    if group.type == pb.KV_GROUP_TYPE_SLIDING_WINDOW and group.window >= 1:
-        return SlidingWindow(block_size, group.window)
-    if group.type == pb.KV_GROUP_TYPE_RECURRENT_STATE and group.window == 0:
+    if group.type == pb.KV_GROUP_TYPE_SLIDING_WINDOW and window >= 1 and chunk == 0:
+        return SlidingWindow(block_size, window)
+    if group.type == pb.KV_GROUP_TYPE_CHUNKED_LOCAL and window == 0 and chunk >= 1:
+        return ChunkedLocal(block_size, chunk)
+    if group.type == pb.KV_GROUP_TYPE_RECURRENT_STATE and window == chunk == 0:
         return RecurrentState(block_size)
     raise UnsupportedGroupsError(
-        "full attention or a state without a window, or a sliding window of at least 1 token, got group"
-        f" {index} of type {group.type} with window {group.window}"
+        "full attention or a state without a window or a chunk, a sliding window of at least 1 token, or chunks of at"
+        f" least 1 token, got group {index} of type {group.type} with window {window} and chunk {chunk}"
     )
 
 

@@ -24,6 +24,22 @@ STATE: Final = -1
 """Stands for a KV group's window where its layers keep a state (Mamba, linear attention) in place of K/V."""
 
 
+def chunks_of(size: int) -> int:
+    """What stands for a KV group's window where its layers attend within chunks of `size` tokens, at least 2.
+
+    One number for all types of groups: below STATE it is the chunk's size, negated. (Chunks of one token are a window
+    of one.)
+    """
+    if size < 2:
+        raise ValueError(f"expected chunks of at least 2 tokens, got {size}; chunks of 1 are a window of 1")
+    return -size
+
+
+def chunk_size(window: int) -> int:
+    """Tokens of a chunk, if the window stands for chunks, else 0."""
+    return -window if window < STATE else 0
+
+
 class BackendError(Exception):
     """A backend cannot do what it was asked; the message says expected, got and what to do.
 
@@ -52,7 +68,8 @@ class KvGroupSpec:
 
     Units:
         bytes_per_block: bytes of one block over all layers of the group, K and V together; window: tokens that a token
-        reads, itself included, 0 for full attention, STATE for a state, of which heads and their size are 0.
+        reads, itself included, 0 for full attention, `chunks_of` for chunks, STATE for a state, of which heads and
+        their size are 0.
     """
 
     num_layers: int
@@ -75,11 +92,19 @@ class KvGroupSpec:
 
 
 def reach_of(window: int) -> int:
-    """Tokens before a row's first one whose entries of the table the row reads, for a group that is not full attention.
+    """Most tokens before a row's first one whose entries of the table it reads, for a group that is not full attention.
 
-    Of a state that is one: the state after it.
+    Of a state that is one: the state after it. Of chunks it is all of a chunk but its last token.
     """
-    return 1 if window == STATE else window - 1
+    return 1 if window == STATE else abs(window) - 1
+
+
+def first_read(positions: Int32, window: int) -> Int32:
+    """The first position whose entry of the table a row reads that begins at each of `positions`. Shape: both (n,)."""
+    size = np.int32(chunk_size(window))
+    if size:
+        return positions - positions % size
+    return np.maximum(positions - np.int32(reach_of(window)), 0) if window else np.zeros_like(positions)
 
 
 @dataclass(frozen=True)
@@ -188,8 +213,8 @@ class GroupTables:
         block_indptr: (R + 1,), block_ids: (block_indptr[R],), last_block_len: (R,) in [1, block_size].
 
     Invariants:
-        No id is 0, the null block, but of a group with a window or a state, before what the row's first token reads. Of
-        a state the last entries, from the first token's on, are written by this row, and by no other.
+        No id is 0, the null block, but of a group with a window, chunks or a state, before what the row's first token
+        reads. Of a state the last entries, from the first token's on, are written by this row, and by no other.
     """
 
     block_indptr: Int32

@@ -10,9 +10,10 @@ All arithmetic is modulo 2**64; `mix` is a bijection with good avalanche, G an o
     next token  = mix(content, and seed and position if temperature > 0, and the history if penalised) % vocab_size.
 
 With several KV groups each has digests and a content of its own, from a root of its own, and content is the sum over
-groups g of content_g * GROUP**g; a group with a window sums over the window's positions only. A group with a state
-keeps one digest in each block, in its first slot: that of the newest position in it. A row reads the one that it starts
-from before any row writes, and content is digest(p) * G**p of the newest position p.
+groups g of content_g * GROUP**g; a group with a window sums over the window's positions only, one with chunks over
+those of the newest token's chunk, at whose start its digests begin anew, from the root. A group with a state keeps one
+digest in each block, in its first slot: that of the newest position in it. A row reads the one that it starts from
+before any row writes, and content is digest(p) * G**p of the newest position p.
 
 A row with an adapter adds salt(revision) with each token, so that the adapter's rows need digests of their own,
 computed with it throughout. Any source is an adapter, and its revision is a digest of that text.
@@ -30,6 +31,7 @@ import select
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +51,8 @@ from executor_service.backends.base import (
     NotEnoughMemoryError,
     StepBatch,
     StepResult,
+    chunk_size,
+    first_read,
 )
 from executor_service.backends.sim_digest import (
     adapter_revision,
@@ -79,8 +83,8 @@ class SimBackendConfig:
         swap_space: bytes of host blocks.
 
     Attributes:
-        sim_windows: of each KV group, 0 for full attention, -1 for a state; a window is of 2 tokens at least, since
-            each reads the one before.
+        sim_windows: of each KV group, 0 for full attention, -1 for a state, -n for chunks of n tokens; a window is of 2
+            tokens at least, since each reads the one before, and so are chunks.
 
     Defaults:
         max_model_len None: 8192, or what the blocks hold if that is less. No sim_windows: one group of full attention.
@@ -98,6 +102,18 @@ class SimBackendConfig:
     sim_eos_token_ids: tuple[int, ...] = ()
     sim_windows: tuple[int, ...] = ()
     max_loras: int = 0
+
+
+class _Anew(NamedTuple):
+    """Which tokens' digests begin anew in their rows, at a chunk's start. Shape: both (T,).
+
+    Attributes:
+        tokens: whether they do.
+        offsets: what is added to the running sum for such a token's digest.
+    """
+
+    tokens: npt.NDArray[np.bool_]
+    offsets: Uint64
 
 
 class SimBackend(Backend):
@@ -146,10 +162,10 @@ class SimBackend(Backend):
                 message = f"sim_eos_token_ids: expected ids in [0, {config.sim_vocab_size}), got {token_id}"
                 raise BackendError("BAD_EOS_TOKEN_ID", message, got=token_id)
         for window in config.sim_windows:
-            if window < STATE or window == 1:
+            if window == 1:
                 message = (
-                    "sim_windows: expected 0 for full attention, -1 for a state, or windows of at least 2 tokens, got"
-                    f" {window}"
+                    "sim_windows: expected 0 for full attention, -1 for a state, windows of at least 2 tokens, or -n"
+                    f" for chunks of n, got {window}"
                 )
                 raise BackendError("BAD_WINDOW", message, got=window)
         windows = "".join(f"-{window}" for window in config.sim_windows)
@@ -258,11 +274,23 @@ class SimBackend(Backend):
         starts, slots = batch.query_indptr[:-1], batch.slot_mappings[group]
         added = self._added(batch)
         sums = np.cumsum(added)
+        anew = self._anew(batch, group, sums - added)
         # The digest of a row's token is the sum up to it, plus what the row's first token found, less what other rows
         # have put into the sum.
-        offsets = self._found(batch, group, sums, sums[starts] - added[starts])
+        offsets = self._found(batch, group, sums, sums[starts] - added[starts], anew)
         digests = sums + np.repeat(offsets, np.diff(batch.query_indptr))
+        if anew is not None:
+            digests = np.where(anew.tokens, sums + anew.offsets, digests)
         self._store(slots, digests)
+
+    def _anew(self, batch: StepBatch, group: int, before: Uint64) -> _Anew | None:
+        """Find the tokens whose digests go back to a chunk's start in the same row, from the sums before each token."""
+        size = chunk_size(self._groups[group].window)
+        if not size:
+            return None
+        firsts = np.arange(len(batch.positions)) - batch.positions % size
+        tokens = firsts >= np.repeat(batch.query_indptr[:-1], np.diff(batch.query_indptr))
+        return _Anew(tokens, self._roots[group] - before[np.where(tokens, firsts, 0)])
 
     def _write_states(self, batch: StepBatch, group: int) -> None:
         """Store the newest digest that each row has in each block that it writes, from the one that it starts from."""
@@ -292,8 +320,8 @@ class SimBackend(Backend):
         np.add.at(self._polynomials, blocks, (digests - self._slots[slots]) * self._powers[places])
         self._slots[slots] = digests
 
-    def _found(self, batch: StepBatch, group: int, sums: Uint64, before: Uint64) -> Uint64:
-        """Read the digest of each row's previous position through its table.
+    def _found(self, batch: StepBatch, group: int, sums: Uint64, before: Uint64, anew: _Anew | None = None) -> Uint64:
+        """Read the digest of each row's previous position through its table; a chunk's first token has none.
 
         It may be written by another row of this step, which may wait for a third one.
 
@@ -302,23 +330,30 @@ class SimBackend(Backend):
             group: the KV group.
             sums: (T,) running sum of what the tokens add.
             before: (R,) the sum before the row's first token.
+            anew: the tokens whose digests do not go back to what their rows find.
 
         Returns:
             (R,) the digest found less `before`.
         """
         block_size, table, slots = self._config.block_size, batch.tables[group], batch.slot_mappings[group]
         first = batch.positions[batch.query_indptr[:-1]]
+        goes_on = first > first_read(first, self._groups[group].window) if anew is not None else first > 0
         previous = np.maximum(first - 1, 0)
         previous_slots = table.block_ids[table.block_indptr[:-1] + previous // block_size].astype(np.int64) * block_size
         previous_slots += previous % block_size
-        offsets = np.where(first > 0, self._slots[previous_slots], self._roots[group]) - before
+        offsets = np.where(goes_on, self._slots[previous_slots], self._roots[group]) - before
         self._writer[slots] = np.arange(len(slots), dtype=np.int32)
-        sources = np.where(first > 0, self._writer[previous_slots], -1)
+        sources = np.where(goes_on, self._writer[previous_slots], -1)
         self._writer[slots] = -1
         waiting = np.flatnonzero(sources >= 0)
         if len(waiting):
             source_rows = np.searchsorted(batch.query_indptr, sources, side="right") - 1
             known = sources < 0
+            if anew is not None:
+                at_once = anew.tokens[sources[waiting]]
+                rows, waiting = waiting[at_once], waiting[~at_once]
+                offsets[rows] = sums[sources[rows]] + anew.offsets[sources[rows]] - before[rows]
+                known[rows] = True
             while len(waiting):
                 ready = known[source_rows[waiting]]
                 rows, waiting = waiting[ready], waiting[~ready]
@@ -342,9 +377,9 @@ class SimBackend(Backend):
         return contents
 
     def _window(self, rows: Int32, table: GroupTables, seq_lens: Int32, window: int) -> Uint64:
-        """Read the last `window` positions of the rows, slot by slot."""
+        """Read the last `window` positions of the rows, or those of the newest token's chunk, slot by slot."""
         block_size = self._config.block_size
-        starts = np.maximum(seq_lens - window, 0)
+        starts = first_read(seq_lens - np.int32(1), window)
         lengths = seq_lens - starts
         row_starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
         positions = np.arange(lengths.sum()) - np.repeat(row_starts - starts, lengths)

@@ -98,7 +98,7 @@ def expected_tokens(
         suppressed_token_ids: ids that cannot be produced.
         min_tokens: how many of the first tokens the suppression holds for; None is all.
         penalised: whether the row has a repetition, presence or frequency penalty other than none.
-        windows: the executor's `sim_windows`, one value for each KV group; -1 is a state.
+        windows: the executor's `sim_windows`, one value for each KV group; -1 is a state, -n chunks of n.
         salt: the `adapter_salt` of the adapter it runs with; 0 for none.
 
     Returns:
@@ -111,10 +111,13 @@ def expected_tokens(
     for produced in range(num_tokens):
         for position in range(len(terms[0]), len(tokens)):
             for group, window in enumerate(windows):
+                if window < -1 and position % -window == 0:  # nothing before its chunk is read
+                    sums[group], contents[group] = int(ROOT) + group * int(GROUP), 0
                 sums[group] += _mix(tokens[position] << 32 | position) + salt
                 terms[group].append(sums[group] * power & _MASK)
                 contents[group] += terms[group][position]
-                reads = 1 if window < 0 else window  # the state after the newest token is all that a state keeps
+                # The state after the newest token is all that a state keeps.
+                reads = 1 if window == -1 else max(window, 0)
                 if reads and position >= reads:
                     contents[group] -= terms[group][position - reads]
             power = power * int(G) & _MASK

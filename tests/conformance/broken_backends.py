@@ -16,7 +16,7 @@ from executor_service.backends.base import (
     StepResult,
 )
 from executor_service.backends.sim_backend import SimBackend, SimBackendConfig, Uint64
-from tests.conformance.trial import BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS, VOCAB_SIZE, WINDOWS
+from tests.conformance.trial import BLOCK_SIZE, CHUNKS, NUM_BLOCKS, NUM_HOST_BLOCKS, VOCAB_SIZE, WINDOWS
 
 
 class FaultyBackend(SimBackend):
@@ -180,6 +180,26 @@ class ReadsOneTokenMore(FaultyGroups):
 
     def _window(self, rows: Int32, table: GroupTables, seq_lens: Int32, window: int) -> Uint64:
         return super()._window(rows, table, seq_lens, window + 1)
+
+
+class FaultyChunks(FaultyBackend):
+    """The same with a KV group of full attention and one of chunks, which do not end with a block."""
+
+    WINDOWS = CHUNKS
+
+
+class TakesChunksForWindows(FaultyChunks):
+    """Reads as many tokens as a chunk has, wherever it begins."""
+
+    def _window(self, rows: Int32, table: GroupTables, seq_lens: Int32, window: int) -> Uint64:
+        return super()._window(rows, table, seq_lens, -window)
+
+
+class TakesChunksForLonger(FaultyChunks):
+    """Has them begin at the multiples of one token more."""
+
+    def _window(self, rows: Int32, table: GroupTables, seq_lens: Int32, window: int) -> Uint64:
+        return super()._window(rows, table, seq_lens, window - 1)
 
 
 class LeavesOutNullBlocks(FaultyGroups):

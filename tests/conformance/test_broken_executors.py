@@ -7,7 +7,17 @@ import pytest
 from executor_service.server import running_executor
 from tests.conformance import broken_backends as backends
 from tests.conformance import broken_wire as wires
-from tests.conformance.trial import COMPUTING, NEED_GROUPS, WINDOWS, failures, sim_config, skipped, tried
+from tests.conformance.trial import (
+    CHUNKS,
+    COMPUTING,
+    NEED_CHUNKS,
+    NEED_GROUPS,
+    WINDOWS,
+    failures,
+    sim_config,
+    skipped,
+    tried,
+)
 
 # What is tried, and what of it must fail.
 BACKENDS = {
@@ -37,6 +47,8 @@ WIRES = {
 GROUPS = {
     backends.IgnoresWindows: (["windows/"], {"windows/null_before_the_window", "windows/others_before_the_window"}),
     backends.ReadsOneTokenMore: (["windows/"], {"windows/null_before_the_window", "windows/moved_on"}),
+    backends.TakesChunksForWindows: (["windows/"], {"windows/null_before_the_window", "windows/chunk_begins_anew"}),
+    backends.TakesChunksForLonger: (["windows/"], {"windows/null_before_the_window", "windows/chunk_begins_anew"}),
     backends.LeavesOutNullBlocks: (["windows/"], {"windows/null_before_the_window", "windows/null_before_chunks"}),
     backends.TakesOneTableForAllGroups: (
         ["groups/"],
@@ -139,15 +151,15 @@ async def test_conformance_of_sim_executor_passes(backend):
         assert "sampling/bias_decides" in failures(results)
 
 
-@pytest.mark.parametrize("windows", [WINDOWS, (0, 0), (5,), (2, 17)], ids=str)
+@pytest.mark.parametrize("windows", [WINDOWS, CHUNKS, (0, 0), (5,), (2, 17), (-5,), (17, -2, -16)], ids=str)
 async def test_conformance_of_sim_executor_with_several_groups_passes(windows):
     """Whole for the usual windows; for others what computes."""
-    filters = () if windows == WINDOWS else ("tables/", "groups/", "windows/", "cache/")
+    filters = () if windows in (WINDOWS, CHUNKS) else ("tables/", "groups/", "windows/", "cache/")
     async with running_executor(sim_config(windows)) as server:
         _, results = await tried(server.address, filters)
     assert failures(results) == {}
-    if windows == WINDOWS:
-        assert skipped(results) == NEED_LOGITS
+    if not filters:
+        assert skipped(results) == NEED_LOGITS | (set() if windows == CHUNKS else NEED_CHUNKS)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +169,7 @@ async def test_conformance_of_sim_executor_with_several_groups_passes(windows):
 )
 async def test_conformance_of_faulty_backend_with_several_groups_fails(fault, backend):
     filters, expected = GROUPS[fault]
-    async with running_executor(sim_config(WINDOWS, backend=backend), fault()) as server:
+    async with running_executor(sim_config(fault.WINDOWS, backend=backend), fault()) as server:
         _, results = await tried(server.address, filters)
     assert expected <= failures(results).keys()
 

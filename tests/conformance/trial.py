@@ -17,12 +17,16 @@ NUM_HOST_BLOCKS = 8
 """Of each KV group, as the blocks."""
 WINDOWS = (0, 6, 9)
 """Of the KV groups of an executor that has several."""
+CHUNKS = (0, -6)
+"""Of one whose second KV group has chunks."""
 VOCAB_SIZE = 1000
 ANSWER_WITHIN_S = 60.0
 # Where arithmetic, tables and copies are at work.
 COMPUTING = ("tables/", "groups/", "windows/", "rows/", "cache/", "feeds/", "copies/", "sampling/", "numerics/")
 NEED_GROUPS = {case.name for case in selected(["groups/", "windows/"])}
 """What is skipped of an executor with one KV group."""
+NEED_CHUNKS = {"windows/chunk_begins_anew"}
+"""What is skipped of one without chunks."""
 
 
 def sim_config(windows: Sequence[int] = (), **values: object) -> ExecutorConfig:

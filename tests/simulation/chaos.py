@@ -16,7 +16,6 @@ from typing import Any
 
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
-from executor_service.backends.base import STATE
 from executor_service.backends.sim_digest import expected_tokens
 from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import KeyDomain, default_hash
@@ -50,7 +49,7 @@ from kvmanager_service.core.request import (
 from kvmanager_service.core.retention import END_OF_SEQUENCE, RetentionRange
 from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig
 from kvmanager_service.core.suspects import MAX_FAILED_STEPS
-from tests.simulation.harness import VOCAB_SIZE, Produced, World, kv_groups, pool_tokens
+from tests.simulation.harness import VOCAB_SIZE, Produced, World, first_read, kv_groups, pool_tokens
 from tests.simulation.life import Life
 from tests.unit.core.builders import chain_of, state_of, token_bytes
 
@@ -746,15 +745,14 @@ class Chaos:
         assert len(held) == pins.num_held_blocks <= pins.limit
 
     def _entries_to_pin(self, pin: PinnedPrefix) -> list[tuple[int, int]]:
-        """By the definition: of full attention all blocks, of a window and a state those that the next token reads."""
+        """By the definition: of full attention all blocks, of the others those that the next token reads."""
         size = self.world.block_size
         stop = pin.num_tokens // size
         return [
             (group, index)
             for index in range(stop if self.caching else 0)
             for group, window in enumerate(self.windows or (0,))
-            # A state reads as a window of two tokens does: the newest one before it, and itself.
-            if not window or (index + 1) * size > stop * size - (2 if window == STATE else window) + 1
+            if (index + 1) * size > first_read(stop * size, window)
         ]
 
     def _check_contents(self, request: Request) -> None:

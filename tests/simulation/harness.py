@@ -18,7 +18,7 @@ from executor_service.step_response import build_response
 from kvmanager_service.core.block_tag import decode_tag
 from kvmanager_service.core.kv_cache_coordinator import KVCache, table_sizes
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
-from kvmanager_service.core.kv_groups import FullAttention, KVGroup, RecurrentState, SlidingWindow
+from kvmanager_service.core.kv_groups import ChunkedLocal, FullAttention, KVGroup, RecurrentState, SlidingWindow
 from kvmanager_service.core.request import TOKEN_BYTES, FinishReason
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
@@ -38,7 +38,17 @@ def kv_groups(block_size: int, windows: tuple[int, ...]) -> list[KVGroup]:
 def kv_group(block_size: int, window: int) -> KVGroup:
     if window == STATE:
         return RecurrentState(block_size)
+    if window < STATE:
+        return ChunkedLocal(block_size, -window)
     return SlidingWindow(block_size, window) if window else FullAttention(block_size)
+
+
+def first_read(position: int, window: int) -> int:
+    """The first position that the token at a position reads, by the definition of each type of group."""
+    if window < STATE:
+        return position - position % -window
+    # A state reads as a window of two tokens does: the newest one before it, and itself.
+    return max(0, position - (2 if window == STATE else window) + 1) if window else 0
 
 
 def pool_tokens(num_blocks: int, block_size: int, config: SchedulerConfig, windows: tuple[int, ...]) -> int:

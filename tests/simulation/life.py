@@ -19,6 +19,9 @@ MODELS = {
     "state only": (STATE,),
     "full and states": (0, STATE, STATE, STATE),
     "sliding and state": (9, STATE),
+    "full and chunks": (0, -10, -10),
+    "chunks only": (-7,),
+    "chunks, sliding and state": (-12, 9, STATE),
 }
 """Windows of models with KV groups, for lives that are to meet them."""
 
@@ -31,7 +34,8 @@ class Life:
 
     Attributes:
         seed: of everything else.
-        windows: of the model's KV groups, 0 for full attention, -1 for a state; none is one group of full attention.
+        windows: of the model's KV groups, 0 for full attention, -1 for a state, -n for chunks of n; none is one
+            group of full attention.
         crowded: as many at once as come, and outputs as long as the pool allows: most are preempted, and often.
         one_byte: use a hash that collides all the time; None lets the seed choose.
         faults: whether anything goes wrong at all.
@@ -93,8 +97,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "what lives are of", "without any of these each seed draws its model, and whether its pool is crowded"
     )
     for names, options in (
-        (["--windows"], {"type": _windows, "help": f"of the KV groups: 0 is full attention, {STATE} a state,"
-                         f" {ONE_GROUP} one group of full attention"}),
+        (["--windows"], {"type": _windows, "help": f"of the KV groups: 0 is full attention, {STATE} a state, -n"
+                         f" chunks of n, {ONE_GROUP} one group of full attention"}),
         (["--crowded"], {"action": "store_true", "help": "most requests are preempted"}),
         (["--one-byte"], {"action": argparse.BooleanOptionalAction, "help": "a hash that collides all the time"}),
         (["--no-faults"], {"action": "store_false", "dest": "faults", "help": "nothing goes wrong"}),

@@ -1,4 +1,4 @@
-"""Models with several KV groups, windows or states, over the wire: blocks are read and written by the executor's code.
+"""Models with several KV groups, windows, chunks, states, over the wire: the executor's code reads and writes blocks.
 
 Unlike `test_groups`, whose executor is the test's, steps go through messages, the executor's checks and the `sim`
 backend: a null, wrong, stale or half-written block that a window reads changes an output, or is refused, and so does a
@@ -17,7 +17,7 @@ from kvmanager_service import step_message
 from kvmanager_service.core.block import KVCacheBlock
 from kvmanager_service.core.group_swaps import GroupSwaps
 from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
-from kvmanager_service.core.kv_groups import RecurrentState, SlidingWindow
+from kvmanager_service.core.kv_groups import ChunkedLocal, RecurrentState, SlidingWindow
 from kvmanager_service.core.request import Request, SamplingParams
 from kvmanager_service.core.scheduler_config import PREEMPTION_MODES, SchedulerConfig
 from tests.simulation.chaos import Chaos
@@ -68,6 +68,10 @@ def test_windows_a_long_sequence_needs_no_more_blocks_than_its_window() -> None:
 
 def window_one_token_short(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SlidingWindow, "first_needed_token", lambda self, c: max(0, c - self.window + 2))
+
+
+def chunk_one_token_short(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ChunkedLocal, "first_needed_token", lambda self, c: min(c, c - c % self.chunk + 1))
 
 
 def hit_needs_its_last_block_only(patch: pytest.MonkeyPatch) -> None:
@@ -132,6 +136,8 @@ def tables_of_some_steps_sent_in_another_order(patch: pytest.MonkeyPatch) -> Non
     [
         (window_one_token_short, "full and sliding"),
         (window_one_token_short, "short and long windows"),
+        (chunk_one_token_short, "full and chunks"),
+        (chunk_one_token_short, "chunks, sliding and state"),
         (hit_needs_its_last_block_only, "sliding only"),
         (windows_come_back_without_their_tails, "sliding only"),
         (what_leaves_is_given_away_at_once, "two full"),

@@ -134,15 +134,19 @@ class Bench:
         """A sequence that has blocks before each window.
 
         Raises:
-            CaseSkippedError: There is no window, or the model or the cache is too small for such sequences.
+            CaseSkippedError: There is no window or chunk, or the model or the cache is too small for such sequences.
         """
-        window, length = max(self.geometry.windows), self.target.beyond_windows
+        window, length = max(map(abs, self.geometry.windows)), self.target.beyond_windows
         if not window:
-            raise CaseSkippedError("needs a KV group with a window")
+            raise CaseSkippedError("needs a KV group with a window or chunks")
         if not length:
-            raise CaseSkippedError(f"a window of {window} is too long for max_model_len {self.info.max_model_len}")
+            raise CaseSkippedError(
+                f"a window or chunk of {window} is too long for max_model_len {self.info.max_model_len}"
+            )
         if self.geometry.num_blocks < self.target.blocks_beyond_windows:
-            raise CaseSkippedError(f"a window of {window} is too long for {self.target.profile.num_blocks} blocks")
+            raise CaseSkippedError(
+                f"a window or chunk of {window} is too long for {self.target.profile.num_blocks} blocks"
+            )
         return self.track(length, salt)
 
     def stream(self, knows_epoch: int | None = None) -> Stream:

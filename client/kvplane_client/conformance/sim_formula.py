@@ -24,16 +24,19 @@ def next_token(sequence: Sequence[int], vocab_size: int, windows: Sequence[int] 
     Args:
         sequence: The tokens.
         vocab_size: The executor's.
-        windows: Of each KV group, in tokens, 0 for full attention.
+        windows: Of each KV group, in tokens, 0 for full attention, the size of chunks negated.
     """
     # A group's digests are those of the first, each with the difference of the roots added.
     digest, power = 0, 1
-    contents = [0] * len(windows)
+    contents, before = [0] * len(windows), [0] * len(windows)
     for position, token in enumerate(sequence):
+        for group, window in enumerate(windows):
+            if window < 0 and position % -window == 0:  # digests begin anew
+                contents[group], before[group] = 0, digest
         digest = (digest + _mix(token << 32 | position)) & _MASK
         for group, window in enumerate(windows):
-            if not window or position >= len(sequence) - window:
-                contents[group] += (_ROOT + group * _GROUP + digest) * power
+            if window <= 0 or position >= len(sequence) - window:
+                contents[group] += (_ROOT + group * _GROUP + digest - before[group]) * power
         power = power * _G & _MASK
     content = sum(part * pow(_GROUP, group, _MASK + 1) for group, part in enumerate(contents)) & _MASK
     return _mix(_mix(content)) % vocab_size

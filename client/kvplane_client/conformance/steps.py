@@ -2,8 +2,8 @@
 
 Station: called by `bench`; knows the wire, no executor. A `Track` is a sequence as the kit follows it, a `Row` the part
 of it that one step computes. Blocks are logical numbers here, from 0: with G KV groups, group g keeps logical block b
-in block 1 + b * G + g, so that no block is in tables of two groups. In the tables of a sliding window every entry that
-may be the null block is, as a manager has it that frees blocks as the window moves.
+in block 1 + b * G + g, so that no block is in tables of two groups. In the tables of a sliding window, or of chunks,
+every entry that may be the null block is, as a manager has it that frees blocks as the window moves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Geometry:
 
     Attributes:
         block_size: Tokens per block.
-        windows: Of each KV group, in tokens, 0 for full attention. Each has a table of its own.
+        windows: Of each KV group, in tokens, 0 for full attention, the size of chunks negated. Each has a table of its
+            own.
         num_blocks: Logical blocks.
         num_host_blocks: Logical host blocks.
     """
@@ -68,8 +69,14 @@ class Geometry:
 
     def first_read(self, group: int, position: int) -> int:
         """The place in a group's table of the first block that a token at a position reads."""
+        return self.first_position(group, position) // self.block_size
+
+    def first_position(self, group: int, position: int) -> int:
+        """The first position that a token at a position reads."""
         window = self.windows[group]
-        return max(0, position - window + 1) // self.block_size if window else 0
+        if window < 0:
+            return position - position % -window
+        return max(0, position - window + 1) if window else 0
 
 
 @dataclass

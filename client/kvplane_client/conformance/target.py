@@ -62,8 +62,8 @@ class Target:
         answer_within: Seconds that any answer may take.
 
     Attributes:
-        beyond_windows: Tokens of a sequence that has blocks before each window; 0 where there is no window, or the
-            model takes no such sequence.
+        beyond_windows: Tokens of a sequence that has blocks before each window and chunk; 0 where there is none of
+            either, or the model takes no such sequence.
         blocks_beyond_windows: Logical blocks that cases with such sequences want.
     """
 
@@ -102,7 +102,7 @@ class Target:
             got = f"block_size {info.block_size}, vocab_size {info.vocab_size}, {len(info.kv_groups)} kv_groups"
             raise UnusableError(f"expected a model with block_size, vocab_size and kv_groups, got {got}")
         windows = tuple(_window_of(group) for group in info.kv_groups)
-        self.beyond_windows = max(windows) + 3 * info.block_size + 1 if any(windows) else 0
+        self.beyond_windows = max(map(abs, windows)) + 3 * info.block_size + 1 if any(windows) else 0
         if self.beyond_windows + 2 * info.block_size > info.max_model_len:
             self.beyond_windows = 0
         longest = max(8 * info.block_size, self.beyond_windows + 2 * info.block_size)
@@ -227,7 +227,7 @@ class Target:
 
 
 def _window_of(group: pb.KvGroup) -> int:
-    """How many tokens the layers of a group read, 0 for all.
+    """How many tokens the layers of a group read, 0 for all, or the size of their chunks, negated.
 
     Raises:
         UnusableError: The kit does not know how they use their blocks.
@@ -236,9 +236,11 @@ def _window_of(group: pb.KvGroup) -> int:
         return 0
     if group.type == pb.KV_GROUP_TYPE_SLIDING_WINDOW and group.window >= 1:
         return group.window
+    if group.type == pb.KV_GROUP_TYPE_CHUNKED_LOCAL and group.chunk >= 1:
+        return -group.chunk
     raise UnusableError(
-        "this kit tries KV groups of full attention and of sliding windows of at least 1 token, got KvGroupType "
-        f"{group.type} with a window of {group.window}"
+        "this kit tries KV groups of full attention, of sliding windows and of chunks of at least 1 token, got "
+        f"KvGroupType {group.type} with a window of {group.window} and a chunk of {group.chunk}"
     )
 
 

@@ -122,10 +122,14 @@ def test_parse_step_block_written_in_two_groups_is_refused():
 
 @pytest.mark.parametrize(
     ("start", "window", "num_null"),
-    [(8, 5, 1), (8, 4, 1), (9, 6, 1), (12, 5, 2), (12, 1, 3), (11, 4, 2), (0, 4, 0)],
+    [
+        *[(8, 5, 1), (8, 4, 1), (9, 6, 1), (12, 5, 2), (12, 1, 3), (11, 4, 2), (0, 4, 0)],
+        # Chunks of 5, 4 and 7.
+        *[(8, -5, 1), (9, -5, 1), (10, -5, 2), (12, -4, 3), (11, -4, 2), (13, -7, 1), (0, -4, 0)],
+    ],
 )
 def test_parse_step_null_block_is_taken_before_the_window_and_nowhere_else(start, window, num_null):
-    """The entry of position p is p // 4; the row's first token reads from start - window + 1 on."""
+    """The entry of position p is p // 4; a row reads from start - window + 1 on, or from the first of start's chunk."""
     table = [1, 2, 3, 4]
     for null in range(4):
         windowed = [0 if entry <= null else block for entry, block in enumerate(table)]

@@ -146,8 +146,35 @@ def test_execute_state_rows_start_from_a_checkpoint_and_leave_others():
         assert sim.tokens(Row([7, 7], own, start=4 * checkpoint)) == oracle(branch, 1, windows=(STATE,))
 
 
-@pytest.mark.parametrize("window", [1, -3])
-def test_load_window_in_which_no_token_reads_the_one_before_is_refused(window):
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 50])
+@pytest.mark.parametrize("first", [1, 5, 6, 7, 8, 10])
+def test_execute_chunks_give_the_oracles_tokens_and_read_nothing_before(size, first):
+    """A prompt in two rows, then decoded; what lies before the chunk of a row's first token is the null block."""
+    windows = (0, -size)
+    sim, tokens, start = Sim(windows=windows), list(PROMPT), 0
+    while len(tokens) < len(PROMPT) + 8:
+        end = first if not start else len(tokens)
+        nulls = start // size * size // 4
+        chunks = [0] * nulls + list(range(21 + nulls, 29))
+        row = Row(tokens[start:end], list(range(1, 9)), start=start, more_tables=[chunks])
+        start, produced = end, sim.tokens(row)
+        tokens += produced if end == len(tokens) else []
+    assert tokens[len(PROMPT) :] == oracle(PROMPT, 8, windows=windows)
+    assert tokens[len(PROMPT) :] != oracle(PROMPT, 8, windows=(0, size)) or size == 50
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 9])
+def test_execute_rows_that_read_chunks_of_the_same_step_give_the_oracles_tokens(size):
+    """The third goes on from the second, which goes on from the first, of which each chunk's digests begin anew."""
+    windows = (-size,)
+    tokens = [PROMPT, [*PROMPT[:4], 7, 8, 9, 10], [*PROMPT[:4], 7, 8, 9, 10, 11]]
+    rows = [Row(tokens[2][8:], [1, 5, 6], start=8), Row(tokens[0], [1, 2, 3]), Row(tokens[1][4:], [1, 5], start=4)]
+    right = [oracle(sequence, 1, windows=windows)[0] for sequence in tokens]
+    assert Sim(windows=windows).tokens(*rows) == [right[2], right[0], right[1]]
+
+
+def test_load_window_in_which_no_token_reads_the_one_before_is_refused():
+    window = 1
     with pytest.raises(BackendError, match=f"sim_windows: expected 0 .* got {window}") as caught:
         SimBackend(SimBackendConfig(sim_windows=(0, window))).load()
     assert caught.value.reason == "BAD_WINDOW"

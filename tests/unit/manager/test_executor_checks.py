@@ -21,13 +21,15 @@ from kvmanager_service.executor_client import ReadyExecutor
 SERVED = ModelView("tiny", "f1", 128, 600, (0,), 0, "float32")
 
 
-STATE = -1
+STATE, CHUNKS = -1, -8
 """In place of a window."""
 
 
 def kv_group(window: int) -> pb.KvGroup:
     if window == STATE:
         return pb.KvGroup(type=pb.KV_GROUP_TYPE_RECURRENT_STATE)
+    if window == CHUNKS:
+        return pb.KvGroup(type=pb.KV_GROUP_TYPE_CHUNKED_LOCAL, chunk=8)
     full, sliding = pb.KV_GROUP_TYPE_FULL_ATTENTION, pb.KV_GROUP_TYPE_SLIDING_WINDOW
     return pb.KvGroup(type=sliding if window else full, window=window)
 
@@ -91,17 +93,26 @@ def test_executor_of_a_cache_without_books_is_of_unsupported_geometry(changes: d
         pb.KvGroup(type=pb.KV_GROUP_TYPE_FULL_ATTENTION, window=8),
         pb.KvGroup(type=pb.KV_GROUP_TYPE_SLIDING_WINDOW),
         pb.KvGroup(type=pb.KV_GROUP_TYPE_RECURRENT_STATE, window=2),
+        pb.KvGroup(type=pb.KV_GROUP_TYPE_FULL_ATTENTION, chunk=8),
+        pb.KvGroup(type=pb.KV_GROUP_TYPE_SLIDING_WINDOW, window=8, chunk=8),
+        pb.KvGroup(type=pb.KV_GROUP_TYPE_RECURRENT_STATE, chunk=8),
+        pb.KvGroup(type=pb.KV_GROUP_TYPE_CHUNKED_LOCAL),
+        pb.KvGroup(type=pb.KV_GROUP_TYPE_CHUNKED_LOCAL, chunk=-8),
+        pb.KvGroup(type=pb.KV_GROUP_TYPE_CHUNKED_LOCAL, window=8),
+        pb.KvGroup(type=pb.KV_GROUP_TYPE_CHUNKED_LOCAL, window=8, chunk=8),
         pb.KvGroup(type=77),  # type: ignore[arg-type]
     ],
 )
 def test_executor_with_a_group_of_unknown_type_is_of_unsupported_geometry(group: pb.KvGroup) -> None:
     executor = ready()
     executor.info.kv_groups.append(group)
-    with pytest.raises(ExecutorUnfitError, match="expected full attention or a state without a window, or a sliding"):
+    with pytest.raises(
+        ExecutorUnfitError, match="expected full attention or a state without a window or a chunk, a sliding"
+    ):
         require_geometry(executor)
 
 
-@pytest.mark.parametrize("windows", [(0, 8), (8,), (0, 0), (0, STATE), (STATE,)])
+@pytest.mark.parametrize("windows", [(0, 8), (8,), (0, 0), (0, STATE), (STATE,), (0, CHUNKS), (CHUNKS,)])
 def test_executor_with_several_groups_or_a_window_will_do(windows: tuple[int, ...]) -> None:
     require_geometry(ready(windows=windows, num_host_blocks=8))
 

@@ -53,6 +53,8 @@ async def model_info(bench: Bench) -> None:
                    "of the group.", "layers, heads, head_dim and bytes of at least 1", sizes)  # fmt: skip
         if group.type != pb.KV_GROUP_TYPE_SLIDING_WINDOW:
             bench.equal(group.window, 0, "KvGroup.window: At least 1 there, 0 for other types.")
+        if group.type != pb.KV_GROUP_TYPE_CHUNKED_LOCAL:
+            bench.equal(group.chunk, 0, "KvGroup.chunk: At least 1 there, 0 for other types.")
 
 
 @TOPIC.case("GetModelInfoResponse.executor_id: executor_id is unique to one run of the executor.")

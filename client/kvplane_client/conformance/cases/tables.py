@@ -148,8 +148,8 @@ async def every_token_counts(bench: Bench) -> None:
     stream = bench.stream()
     base = bench.track(length, blocks=[1, 2, 3])
     unchanged = (await stream.step(base.next())).outputs[0].logprobs
-    windows = bench.geometry.windows
-    first_read = max(0, length - max(windows)) if all(windows) else 0
+    geometry = bench.geometry
+    first_read = min(geometry.first_position(group, length - 1) for group in range(geometry.num_groups))
     for place in sorted({0, size - 1, size, 2 * size - 1, 2 * size, length - 1}):
         if place < first_read:  # what lies before a window need not show, and does through several layers
             continue

@@ -1,4 +1,4 @@
-"""Sliding windows: what lies before one is not read, and its blocks may be another's, or none."""
+"""Sliding windows and chunks: what lies before one is not read, and its blocks may be another's, or none."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ _WINDOW = (
     "KvGroup.window: window is how many tokens a token reads with KV_GROUP_TYPE_SLIDING_WINDOW, itself and those just "
     "before it."
 )
+_CHUNK = (
+    "KvGroup.chunk: chunk is how many tokens a chunk has with KV_GROUP_TYPE_CHUNKED_LOCAL: a token at position p reads "
+    "those from p - p % chunk on."
+)
 _NULL = (
-    "BlockTables.block_ids: where all of them lie before the window of the row's first token, it may be the null "
-    "block, 0."
+    "BlockTables.block_ids: where all of them lie before the window, or the chunk, of the row's first token, it may be "
+    "the null block, 0."
 )
 _IDS = (
     "BlockTables.block_ids: block_ids are the blocks of row r at block_indptr[r] to block_indptr[r + 1], each in "
@@ -85,9 +89,25 @@ async def moved_on(bench: Bench) -> None:
     await stream.together(other, track)
 
 
+@TOPIC.case(_CHUNK)
+async def chunk_begins_anew(bench: Bench) -> None:
+    """Rows that begin where a chunk does, one token before, and one after: no block before their chunks is named."""
+    sizes = sorted({-window for window in bench.geometry.windows if window < 0})
+    if not sizes:
+        raise CaseSkippedError("needs a KV group with chunks")
+    for size in sizes:
+        for shift in (-1, 0, 1):
+            track = bench.beyond_windows(salt=2 + shift)
+            stream = bench.stream()
+            await stream.step(track.next((len(track.tokens) - 2) // size * size + shift, samples=()))
+            await stream.step(track.next(1))
+            if track.computed < len(track.tokens):
+                await stream.step(track.next())
+
+
 @TOPIC.case(_WINDOW)
 async def prefix_found_behind_a_window(bench: Bench) -> None:
-    """A sequence goes on from another's prefix, of which groups with a window have only the window left."""
+    """A sequence goes on from another's prefix, of which groups with a window or chunks have only that left."""
     first = bench.beyond_windows()
     stream = bench.stream()
     await stream.prefill(first)
@@ -104,7 +124,7 @@ async def null_in_full_attention(bench: Bench) -> None:
     """The null block in a table of full attention is refused, though it lies before another group's window."""
     windows = bench.geometry.windows
     if all(windows):
-        raise CaseSkippedError("needs a KV group of full attention beside one with a window")
+        raise CaseSkippedError("needs a KV group of full attention beside one with a window or chunks")
     await _refused(bench, lambda step: _put(step.block_tables[windows.index(0)], 0), _IDS)
 
 
@@ -142,10 +162,10 @@ def _built(stream: Stream, track: Track) -> pb.ExecuteRequest:
 
 
 def _last_windowed(bench: Bench) -> int:
-    """The last group with a window."""
+    """The last group with a window or chunks."""
     with_window = [group for group, window in enumerate(bench.geometry.windows) if window]
     if not with_window:
-        raise CaseSkippedError("needs a KV group with a window")
+        raise CaseSkippedError("needs a KV group with a window or chunks")
     return with_window[-1]
 
 
@@ -162,7 +182,7 @@ def _put(table: pb.BlockTables, place: int) -> None:
 
 
 def _in_place_of(bench: Bench, track: Track, before: int | None = None) -> Track:
-    """A sequence in the blocks that another needs no more in its groups with a window.
+    """A sequence in the blocks that another needs no more in its groups with a window or chunks.
 
     Args:
         bench: The case's.

@@ -36,6 +36,10 @@ class _KvGroupTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """KV_GROUP_TYPE_RECURRENT_STATE keeps a state of one size, which stands for all tokens up to some position (Mamba,
     linear attention). See BlockTables.block_ids for which states a row reads and writes.
     """
+    KV_GROUP_TYPE_CHUNKED_LOCAL: _KvGroupType.ValueType  # 4
+    """KV_GROUP_TYPE_CHUNKED_LOCAL keeps the newest token's chunk: chunks of KvGroup.chunk tokens begin at its multiples,
+    and a token reads those of its own chunk up to itself.
+    """
 
 class KvGroupType(_KvGroupType, metaclass=_KvGroupTypeEnumTypeWrapper):
     """KvGroupType is how the layers of a group use their blocks."""
@@ -49,6 +53,10 @@ KV_GROUP_TYPE_SLIDING_WINDOW: KvGroupType.ValueType  # 2
 KV_GROUP_TYPE_RECURRENT_STATE: KvGroupType.ValueType  # 3
 """KV_GROUP_TYPE_RECURRENT_STATE keeps a state of one size, which stands for all tokens up to some position (Mamba,
 linear attention). See BlockTables.block_ids for which states a row reads and writes.
+"""
+KV_GROUP_TYPE_CHUNKED_LOCAL: KvGroupType.ValueType  # 4
+"""KV_GROUP_TYPE_CHUNKED_LOCAL keeps the newest token's chunk: chunks of KvGroup.chunk tokens begin at its multiples,
+and a token reads those of its own chunk up to itself.
 """
 Global___KvGroupType: typing_extensions.TypeAlias = KvGroupType
 
@@ -202,6 +210,9 @@ Global___GetModelInfoResponse: typing_extensions.TypeAlias = GetModelInfoRespons
 class KvGroup(google.protobuf.message.Message):
     """KvGroup is a set of layers that share one block table. All groups take their blocks from one cache: a block is in
     tables of one group at a time, and large enough for any of them.
+
+    Only layers that keep something of their own are layers of a group. One that reads what an earlier layer of the same
+    forward pass wrote (cross-layer sharing) has no part of any block: it is the executor's own business, and not counted.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -212,6 +223,7 @@ class KvGroup(google.protobuf.message.Message):
     HEAD_DIM_FIELD_NUMBER: builtins.int
     BYTES_PER_BLOCK_FIELD_NUMBER: builtins.int
     WINDOW_FIELD_NUMBER: builtins.int
+    CHUNK_FIELD_NUMBER: builtins.int
     type: Global___KvGroupType.ValueType
     """type is how the layers use their blocks."""
     num_layers: builtins.int
@@ -226,6 +238,10 @@ class KvGroup(google.protobuf.message.Message):
     """window is how many tokens a token reads with KV_GROUP_TYPE_SLIDING_WINDOW, itself and those just before it. At least
     1 there, 0 for other types.
     """
+    chunk: builtins.int
+    """chunk is how many tokens a chunk has with KV_GROUP_TYPE_CHUNKED_LOCAL: a token at position p reads those from
+    p - p % chunk on. At least 1 there, 0 for other types.
+    """
     def __init__(
         self,
         *,
@@ -235,8 +251,9 @@ class KvGroup(google.protobuf.message.Message):
         head_dim: builtins.int = ...,
         bytes_per_block: builtins.int = ...,
         window: builtins.int = ...,
+        chunk: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes_per_block", b"bytes_per_block", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "type", b"type", "window", b"window"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes_per_block", b"bytes_per_block", "chunk", b"chunk", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "type", b"type", "window", b"window"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___KvGroup: typing_extensions.TypeAlias = KvGroup
@@ -572,7 +589,7 @@ class BlockTables(google.protobuf.message.Message):
     def block_ids(self) -> kvplane.common.v1.common_pb2.Int32Array:
         """block_ids are the blocks of row r at block_indptr[r] to block_indptr[r + 1], each in [1, num_blocks). Exactly those
         that hold the row's sequence up to and with this step's tokens. Entry i holds positions i * block_size to
-        (i + 1) * block_size; where all of them lie before the window of the row's first token, it may be the null block, 0.
+        (i + 1) * block_size; where all of them lie before the window, or the chunk, of the row's first token, it may be the null block, 0.
 
         With KV_GROUP_TYPE_RECURRENT_STATE entry i holds the state after position (i + 1) * block_size - 1, or, where the
         sequence ends before that, after its last position. A row of positions [c, n) starts from entry
