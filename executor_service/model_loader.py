@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from executor_service.backends.base import BackendError
 from executor_service.gguf_conversion import converted_folder, default_cache_dir, is_converted, num_weights
-from executor_service.layer_groups import layer_windows
+from executor_service.layer_groups import layer_sources, layer_windows
 from executor_service.model_files import TOKENIZER_FILES, eos_token_ids, fingerprint, tokenizer_files, weight_bytes
 from executor_service.model_runner import ATTENTION_NAME
 
@@ -179,6 +179,7 @@ def check_architecture(config: PreTrainedConfig) -> None:
             model_type=config.model_type,
         )
     layer_windows(config)
+    layer_sources(config)
     for key in ("attn_logit_softcapping", "attn_logit_softcap"):
         if getattr(text, key, None):
             raise BackendError(

@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from executor_service.backends.base import STATE, BackendError, RowFailure, StepBatch, StepResult
+from executor_service.attention_temperature import AttentionTemperature, StepTemperature
+from executor_service.backends.base import STATE, BackendError, RowFailure, StepBatch, StepResult, chunk_size
 from executor_service.decode_graphs import DecodeGraphs, Recorder
 from executor_service.devices import upload
 from executor_service.kernels.paged_kernels import GroupStep, PagedKernels, StepAttention
 from executor_service.kv_cache import PagedKvCache
-from executor_service.layer_groups import LayerGroups, layer_windows
+from executor_service.layer_groups import LayerGroups, layer_sources, layer_windows
 from executor_service.sampler import sample
 from executor_service.state_layers import StateLayers, StateStep
 from executor_service.state_plan import plan_states
@@ -44,6 +45,7 @@ class PagedStep:
     attention: Mapping[int, StepAttention]
     cache: PagedKvCache
     groups: LayerGroups
+    temperature: StepTemperature | None = None
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
@@ -52,7 +54,10 @@ class PagedStep:
         page = self.groups.page_of[layer]
         keys, values = self.cache.keys[page], self.cache.values[page]
         attention = self.attention[self.groups.group_of[layer]]
-        return attention.attend(query, key, value, keys, values, scaling=scaling, codecs=self.cache.codecs_of(layer))
+        if self.temperature is not None:
+            query = self.temperature.scaled(layer, query)
+        codecs = self.cache.codecs_of(self.groups.source_of(layer))
+        return attention.attend(query, key, value, keys, values, scaling=scaling, codecs=codecs)
 
 
 class AttentionCall(NamedTuple):
@@ -160,7 +165,7 @@ def probe(model: PreTrainedModel, vocab_size: int, states: StateLayers | None = 
         states: the layers that keep a state, if there are any; they learn their layout.
 
     Returns:
-        Window of each layer, 0 for full attention, STATE for a state; KV heads per layer and head dimension, both 0
+        What each layer reads, as `layer_windows` returns it; KV heads per layer and head dimension, both 0
         where no layer attends.
 
     Raises:
@@ -187,15 +192,32 @@ def probe(model: PreTrainedModel, vocab_size: int, states: StateLayers | None = 
             model_type=model.config.model_type,
         )
     windows, expected = [windows_seen[layer] for layer in range(num_layers)], layer_windows(model.config)
-    if windows != expected:
+    # Layers with chunks ask for plain attention: only a mask would tell.
+    if windows != [0 if chunk_size(window) else window for window in expected]:
         raise BackendError(
             "MODEL_NOT_SUPPORTED",
             f"expected layers with the windows of the configuration, {expected}, got {windows} in"
             f" {model.config.model_type}",
             model_type=model.config.model_type,
         )
+    _require_shared_kv(step, layer_sources(model.config), model.config.model_type)
     kv_heads, head_dim = shapes.pop() if shapes else (0, 0)
-    return windows, kv_heads, head_dim
+    return expected, kv_heads, head_dim
+
+
+def _require_shared_kv(step: ProbeStep, sources: Sequence[int], model_type: str) -> None:
+    """Refuse a layer that has other K/V than the one whose it is to read. Of the same tensors there is no doubt."""
+    for layer, source in enumerate(sources):
+        if layer == source:
+            continue
+        own, other = step.calls[layer], step.calls[source]
+        if own.key is not other.key or own.value is not other.value:
+            raise BackendError(
+                "MODEL_NOT_SUPPORTED",
+                f"expected layer {layer} to attend to the K/V of layer {source}, got others in {model_type}",
+                model_type=model_type,
+                layer=layer,
+            )
 
 
 @torch.inference_mode()
@@ -218,13 +240,19 @@ class ModelRunner:
         kernels: what writes K/V and attends.
         groups: which layers share a block table, and which page of a block is whose.
         states: the layers that keep a state, probed; None where no layer does.
+        temperature: of the attention of some layers; None where no layer has one.
 
     Attributes:
         dtype: the type that the model computes in.
     """
 
     def __init__(
-        self, model: PreTrainedModel, kernels: PagedKernels, groups: LayerGroups, states: StateLayers | None = None
+        self,
+        model: PreTrainedModel,
+        kernels: PagedKernels,
+        groups: LayerGroups,
+        states: StateLayers | None = None,
+        temperature: AttentionTemperature | None = None,
     ) -> None:
         self.dtype = model.dtype
         self._model = model
@@ -232,6 +260,7 @@ class ModelRunner:
         self._device = model.device
         self._kernels = kernels
         self._states = states
+        self._temperature = temperature
         self._attending = [group for group, window in enumerate(groups.windows) if window != STATE]
         self._graphs: DecodeGraphs | None = None
 
@@ -330,12 +359,14 @@ class ModelRunner:
         Shape:
             tokens, positions: (1, T); returns (S, V).
         """
+        of_groups = dict(zip(self._attending, attention, strict=True))
+        temperature = self._temperature.at(positions[0]) if self._temperature is not None else None
         output = self._model(
             input_ids=tokens,
             position_ids=positions,
             use_cache=False,
             logits_to_keep=wanted,
-            paged_step=PagedStep(dict(zip(self._attending, attention, strict=True)), cache, self._groups),
+            paged_step=PagedStep(of_groups, cache, self._groups, temperature),
         )
         return output.logits[0]
 

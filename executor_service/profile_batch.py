@@ -66,7 +66,7 @@ def reserved_index_bytes(
     """What slot indices and masks of a step of decode rows may take at most, which `worst_batch` does not fill."""
     total = 0
     for window in windows:  # of each KV group, 0 for full attention
-        elements = max_num_seqs * (min(window, max_model_len) or max_model_len)
+        elements = max_num_seqs * (min(abs(window), max_model_len) or max_model_len)
         total += min(elements, limits.index_elements) * 8 + elements
     return total
 

@@ -1,4 +1,4 @@
-"""The torch backend: decoders of transformers with full attention, sliding windows or states, on CPU or CUDA.
+"""The torch backend: decoders of transformers with full attention, sliding windows, chunks or states, on CPU or CUDA.
 
 Station: built and driven by the gRPC shell through `backends.base.Backend`, always from one thread. It ties the parts
 together: `model_loader`, `memory_profiler`, `kv_memory`, `model_runner`; each of them knows only its own concern.
@@ -15,6 +15,7 @@ import numpy as np
 import structlog
 import torch
 
+from executor_service.attention_temperature import take_temperature
 from executor_service.backends.base import (
     STATE,
     AdapterContent,
@@ -49,7 +50,7 @@ from executor_service.kv_scales import (
     quantized_fingerprint,
     require_fp8,
 )
-from executor_service.layer_groups import LayerGroups, group_layers
+from executor_service.layer_groups import LayerGroups, group_layers, layer_sources
 from executor_service.layer_ops import TorchOps
 from executor_service.lora import LoraAdapters, find_targets
 from executor_service.memory_profiler import (
@@ -201,14 +202,17 @@ class TorchBackend(Backend):
                 admit=self._admit_weights,
                 take_part=self._shard.take if self._shard else None,
             )
-            states = install_state_layers(loaded.model)
+            states, temperature = install_state_layers(loaded.model), take_temperature(loaded.model)
             if states is not None:
                 _require_state_support(config, self._shard)
             windows, kv_heads, head_dim = probe(loaded.model, loaded.vocab_size, states)
             if self._shard:
                 self._shard.require_kv_heads(loaded.model, kv_heads)
-            # A window as long as any sequence is none.
-            groups = group_layers([window if window < loaded.max_model_len else 0 for window in windows])
+            # A window, or a chunk, as long as any sequence is none.
+            groups = group_layers(
+                [window if window == STATE or abs(window) < loaded.max_model_len else 0 for window in windows],
+                layer_sources(loaded.model.config),
+            )
             layout = KvLayout(groups.num_pages, kv_heads, head_dim, config.block_size, loaded.dtype)
             if states is not None:
                 layout = _with_states(layout, states.layout, config.state_interval)
@@ -221,7 +225,7 @@ class TorchBackend(Backend):
             self._kernels = self._make_kernels(loaded, layout, self._limits)
             if isinstance(self._kernels, NativeKernels):
                 self._limits = NO_WORKSPACE
-            self._runner = ModelRunner(loaded.model, self._kernels, groups, states)
+            self._runner = ModelRunner(loaded.model, self._kernels, groups, states, temperature)
             self._groups = groups
             require_swap_space(config.swap_space, layout.bytes_per_block)
             fused = self._fuse_layers(loaded) if states is None else 0

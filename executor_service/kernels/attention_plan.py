@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from executor_service.backends.base import GroupTables, Int32
+from executor_service.backends.base import GroupTables, Int32, first_read
 
 Int64 = npt.NDArray[np.int64]
 
@@ -112,7 +112,7 @@ class AttentionPlan:
         write_slots: (T,).
 
     Units:
-        window: tokens that a token reads, itself included; 0 for all.
+        window: tokens that a token reads, itself included; 0 for all, `chunks_of` for those of its chunk.
     """
 
     write_slots: torch.Tensor
@@ -146,7 +146,7 @@ def plan_attention(
         block_size: tokens per block.
         limits: bounds of the workspace.
         device: where the index tensors live.
-        window: tokens that a token reads, itself included; 0 for all.
+        window: tokens that a token reads, itself included; 0 for all, `chunks_of` for those of its chunk.
         workspace: that of the step's other groups; None makes one.
 
     Shape:
@@ -155,7 +155,7 @@ def plan_attention(
     query_lens = np.diff(query_indptr)
     budget = limits.index_elements
     decode: list[DecodeGroup] = []
-    read_lens = np.minimum(seq_lens, np.int32(window)) if window else seq_lens
+    read_lens = seq_lens - first_read(seq_lens - np.int32(1), window)
     for rows in _similar_rows(np.flatnonzero(query_lens == 1), read_lens, limits.gather_tokens):
         group = _decode_group(
             rows,
@@ -170,9 +170,10 @@ def plan_attention(
         budget -= 0 if group.kept_slots is None else len(group.kept_slots)
         decode.append(group)
     prefill = []
+    firsts = first_read(seq_lens - query_lens, window)
     for row in np.flatnonzero(query_lens > 1):
         context, length = int(seq_lens[row]), int(query_lens[row])
-        first = max(0, context - length - window + 1) if window else 0
+        first = int(firsts[row])
         slots = None
         if context > length:
             table, lens = _row_tables(np.array([row]), tables), np.array([context - first])

@@ -23,7 +23,8 @@ class Scores:
 
     Attributes:
         scaling: factor on the scores.
-        window: a query sees this many positions, its own included; None means all.
+        window: a query sees this many positions, its own included; below 0, the size of chunks negated: it sees those
+            of its own chunk. None means all.
         softcap: scores become softcap * tanh(score / softcap); None leaves them.
         k_scale: what a stored 1.0 of a key stands for.
         v_scale: the same for values.
@@ -34,6 +35,12 @@ class Scores:
     softcap: float | None = None
     k_scale: float = 1.0
     v_scale: float = 1.0
+
+    @property
+    def constants(self) -> dict[str, bool]:
+        """What kernels are specialised for."""
+        in_chunks = self.window is not None and self.window < 0
+        return {"HAS_WINDOW": self.window is not None, "IN_CHUNKS": in_chunks}
 
 
 @triton.jit
@@ -65,6 +72,7 @@ def attend(  # type: ignore[no-untyped-def]
     CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IN_CHUNKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
     """Go on over positions start to end.
@@ -82,7 +90,7 @@ def attend(  # type: ignore[no-untyped-def]
         end: one past the last.
         scale: factor on q k^T: scaling, times the keys' own scale.
         softcap: scores become softcap * tanh(score / softcap), if HAS_SOFTCAP.
-        window: a query sees this many positions, its own included, if HAS_WINDOW.
+        window: a query sees this many positions, its own included, if HAS_WINDOW; or the size of chunks, if IN_CHUNKS.
         slot_stride: elements from one slot to the next.
         HEAD_DIM: elements of a head.
         BLOCK_SIZE: tokens per block.
@@ -90,7 +98,8 @@ def attend(  # type: ignore[no-untyped-def]
         BLOCK_D: HEAD_DIM up to a power of two.
         CAUSAL: a query sees no position after its own; else all of start to end.
         BOUNDED: the last tile may reach past `end`; what lies there is not read.
-        HAS_WINDOW: whether there is a window.
+        HAS_WINDOW: whether there is a window, or chunks.
+        IN_CHUNKS: whether a query sees those of its own chunk; chunks begin at the multiples of `window`.
         HAS_SOFTCAP: whether there is a soft cap.
 
     Masked keys and values are never read, so what unused slots hold, NaN included, can not reach a result.
@@ -126,7 +135,9 @@ def attend(  # type: ignore[no-untyped-def]
             seen = inside[None, :]
             if CAUSAL:
                 seen &= positions[None, :] <= query_positions[:, None]
-            if HAS_WINDOW:
+            if IN_CHUNKS:
+                seen &= positions[None, :] >= (query_positions - query_positions % window)[:, None]
+            elif HAS_WINDOW:
                 seen &= positions[None, :] > query_positions[:, None] - window
             scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))

@@ -32,6 +32,14 @@ def own_split_len(length, PER_ROW: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: t
     return (share + BLOCK_N - 1) // BLOCK_N * BLOCK_N
 
 
+@triton.jit
+def first_seen(length, window, IN_CHUNKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first position that the last token of a row of this length sees; 0 for a row of none."""
+    if IN_CHUNKS:
+        return tl.maximum(length - 1, 0) // window * window
+    return tl.maximum(length - window, 0)
+
+
 @triton.jit(do_not_specialize=["split_len", "window"])
 def paged_decode_kernel(  # type: ignore[no-untyped-def]
     out,
@@ -64,6 +72,7 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     PER_ROW: tl.constexpr,
     LEAST: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IN_CHUNKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
     """One split of one row and KV head. Grid: (splits, H_kv)."""
@@ -78,7 +87,7 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     seq_len = tl.load(seq_lens + row)
     first = 0
     if HAS_WINDOW:
-        first = tl.maximum(seq_len - window, 0)
+        first = first_seen(seq_len, window, IN_CHUNKS)
     if PER_ROW:
         split_len = own_split_len(seq_len - first, PER_ROW, BLOCK_N, LEAST)
     start = first + number * split_len
@@ -117,6 +126,7 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
         CAUSAL=False,
         BOUNDED=True,
         HAS_WINDOW=False,
+        IN_CHUNKS=False,
         HAS_SOFTCAP=HAS_SOFTCAP,
     )
     num_heads = NUM_KV_HEADS * GROUP
@@ -153,6 +163,7 @@ def reduce_splits_kernel(  # type: ignore[no-untyped-def]
     PER_ROW: tl.constexpr,
     LEAST: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IN_CHUNKS: tl.constexpr,
 ):
     """The splits of one row and query head put together. Grid: (rows, H_q)."""
     place = tl.program_id(0)
@@ -165,7 +176,7 @@ def reduce_splits_kernel(  # type: ignore[no-untyped-def]
         first_split = tl.load(split_indptr + place).to(tl.int64)
     length = tl.load(seq_lens + row)
     if HAS_WINDOW:
-        length = tl.minimum(length, window)
+        length -= first_seen(length, window, IN_CHUNKS)
     if PER_ROW:
         if length == 0:
             return
@@ -289,7 +300,7 @@ def paged_decode(
         float(scores.scaling * scores.k_scale),
         float(scores.v_scale),
         float(scores.softcap or 0.0),
-        int(scores.window or 0),
+        abs(scores.window or 0),
         step.split_len,
         query.stride(0),
         query.stride(1),
@@ -303,7 +314,7 @@ def paged_decode(
         SPLIT=is_split,
         PER_ROW=step.splits_per_row,
         LEAST=MIN_SPLIT,
-        HAS_WINDOW=scores.window is not None,
+        **scores.constants,
         HAS_SOFTCAP=scores.softcap is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -318,7 +329,7 @@ def paged_decode(
             step.query_indptr,
             step.seq_lens,
             float(scores.v_scale),
-            int(scores.window or 0),
+            abs(scores.window or 0),
             step.split_len,
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
@@ -327,7 +338,7 @@ def paged_decode(
             BLOCK_D=block_d,
             PER_ROW=step.splits_per_row,
             LEAST=MIN_SPLIT,
-            HAS_WINDOW=scores.window is not None,
+            **scores.constants,
             num_warps=4,
             num_stages=2,
         )

@@ -23,7 +23,7 @@ class GroupStep(NamedTuple):
     """What one KV group has of a step.
 
     Units:
-        window: tokens that a token sees, itself included; 0 for all before it.
+        window: tokens that a token sees, itself included; 0 for all before it, `chunks_of` for those of its chunk.
 
     Shape:
         slot_mapping: (T,), the slot of every token of the step.

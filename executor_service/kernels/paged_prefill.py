@@ -5,8 +5,8 @@ Station: launched by `triton_paged` in every layer for the tiles of `PrefillTile
 
 How: a program takes a run of a row's query tokens with all query heads that share one KV head, so that K/V are read
 once for all of them; query m of its tile is head m % GROUP of token m // GROUP. Positions that all of its queries see
-go without a mask; those at the diagonal, and all where there is a window, with one. Which program has which row is
-laid out by the host, longest first, so ragged rows cost no idle programs.
+go without a mask; those at the diagonal, and all where there is a window or chunks, with one. Which program has which
+row is laid out by the host, longest first, so ragged rows cost no idle programs.
 
 Source: Dao, "FlashAttention-2" (2023); packing the heads of a group: Kwon et al., vLLM's unified attention (2025).
 """
@@ -49,6 +49,7 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IN_CHUNKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
     """BLOCK_M // GROUP query tokens of one row and KV head. Grid: (tiles, H_kv)."""
@@ -76,7 +77,11 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
     first = 0
     seen_by_all = (context + start + 1) // BLOCK_N * BLOCK_N
     if HAS_WINDOW:
-        first = tl.maximum(context + start - window + 1, 0) // BLOCK_N * BLOCK_N
+        if IN_CHUNKS:  # noqa: SIM108 - one of them is compiled
+            first = (context + start) // window * window
+        else:
+            first = tl.maximum(context + start - window + 1, 0)
+        first = first // BLOCK_N * BLOCK_N
         seen_by_all = first
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
@@ -107,6 +112,7 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
             CAUSAL=False,
             BOUNDED=False,
             HAS_WINDOW=False,
+            IN_CHUNKS=False,
             HAS_SOFTCAP=HAS_SOFTCAP,
         )
     acc, row_max, row_sum = attend(
@@ -131,6 +137,7 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
         CAUSAL=True,
         BOUNDED=True,
         HAS_WINDOW=HAS_WINDOW,
+        IN_CHUNKS=IN_CHUNKS,
         HAS_SOFTCAP=HAS_SOFTCAP,
     )
     acc = acc / row_sum[:, None] * v_scale
@@ -197,7 +204,7 @@ def paged_prefill(
         float(scores.scaling * scores.k_scale),
         float(scores.v_scale),
         float(scores.softcap or 0.0),
-        int(scores.window or 0),
+        abs(scores.window or 0),
         query.stride(0),
         query.stride(1),
         NUM_KV_HEADS=kv_heads,
@@ -207,7 +214,7 @@ def paged_prefill(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=triton.next_power_of_2(head_dim),
-        HAS_WINDOW=scores.window is not None,
+        **scores.constants,
         HAS_SOFTCAP=scores.softcap is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -87,7 +87,8 @@ def paged_attention(
         block_tables: the blocks of each row, in the order of positions.
         scaling: factor on the scores.
         scales: what a stored 1 stands for, in K and in V.
-        window: tokens that a token sees, itself included; 0 for all before it.
+        window: tokens that a token sees, itself included; 0 for all before it; below 0, the size of chunks negated:
+            it sees those of its own chunk.
         softcap: scores become softcap * tanh(score / softcap); None leaves them.
 
     Shape:
@@ -102,7 +103,9 @@ def paged_attention(
         keys = torch.stack([row[0] for row in rows]) * scales[0]
         values = torch.stack([row[1] for row in rows]) * scales[1]
         for position in range(seq_len - query_len, seq_len):
-            first = max(0, position - window + 1) if window else 0
+            first = max(0, position - window + 1) if window > 0 else 0
+            if window < 0:
+                first = position // -window * -window
             for head in range(query.shape[1]):
                 seen_k = keys[first : position + 1, head // group]
                 seen_v = values[first : position + 1, head // group]

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from executor_service.backends.base import Int32
+from executor_service.backends.base import Int32, chunk_size
 from executor_service.kernels.attention_plan import (
     AttentionLimits,
     AttentionPlan,
@@ -114,7 +114,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Write this step's K/V of one layer, then attend: softmax(scaling * q k^T) v, causal, over each row's blocks.
 
-    With a window in the plan a token sees the last `plan.window` tokens only, itself included.
+    With a window in the plan a token sees the last `plan.window` tokens only, itself included; with chunks those of its
+    own up to itself.
 
     Args:
         query: queries of all tokens.
@@ -218,6 +219,8 @@ def _attend_prefill(
 ) -> torch.Tensor:
     """Causal attention of one row, its last token at the end of the context, which begins where its first token's does.
 
+    With chunks that is where one begins.
+
     Shape:
         query: (t, H_q, D); key, value: (context, H_kv, D); returns (t, H_q, D).
     """
@@ -228,20 +231,24 @@ def _attend_prefill(
     head_k = key.transpose(0, 1).unsqueeze(1).expand(shape)
     head_v = value.transpose(0, 1).unsqueeze(1).expand(shape)
     head_q = query.view(length, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
-    if context == length and not 0 < window < context:
+    if context == length and (not window or context <= abs(window)):
         out = scaled_dot_product_attention(head_q, head_k, head_v, is_causal=True, scale=scaling)
         return out.permute(2, 0, 1, 3).reshape(length, heads, dim)
     # is_causal aligns the first query with the first key, which is wrong behind a context, and knows no window: masks,
-    # chunk by chunk, over the keys that any query of the chunk sees.
+    # part by part, over the keys that any query of the part sees.
     parts = []
-    chunk = limits.query_chunk(context)
+    chunk, size = limits.query_chunk(context), chunk_size(window)
     for start in range(0, length, chunk):
         end = min(start + chunk, length)
         seen = context - length + end
-        first = max(0, context - length + start - window + 1) if window else 0
+        begin = context - length + start
+        first = begin - begin % size if size else max(0, begin - window + 1) if window else 0
         diagonal = seen - first - (end - start)  # the first query's own key
         mask = torch.ones(end - start, seen - first, dtype=torch.bool, device=query.device).tril_(diagonal)
-        if window:
+        if size:  # the context begins with a chunk
+            own = torch.arange(begin, seen, device=query.device) // size * size
+            mask &= torch.arange(first, seen, device=query.device) >= own[:, None]
+        elif window:
             mask.triu_(diagonal - window + 1)
         part_q, part_k, part_v = head_q[:, :, start:end], head_k[:, :, first:seen], head_v[:, :, first:seen]
         parts.append(scaled_dot_product_attention(part_q, part_k, part_v, attn_mask=mask, scale=scaling))

@@ -19,6 +19,12 @@ constexpr int GROUP = 6;          // query vectors in registers
 struct Rows {
     const int32_t *query_indptr, *seq_lens, *block_indptr, *block_ids;
     int64_t block_size, window;
+
+    // The first position that the token at `at` sees. A window below 0 is the size of chunks, negated.
+    int64_t first_seen(int64_t at) const {
+        if (window < 0) return at - at % -window;
+        return window ? std::max<int64_t>(0, at - window + 1) : 0;
+    }
 };
 
 // Goes over the keys of a row in its table's order.

@@ -39,6 +39,8 @@ _log = structlog.get_logger(__name__)
 class PagedRows:
     """Where the rows of a step lie in the cache, as addresses; it keeps what they point to.
 
+    A window below 0 is the size of chunks, negated.
+
     Shape:
         query_indptr: (R + 1,); seq_lens: (R,); block_indptr: (R + 1,); block_ids: all int32 and contiguous.
     """
@@ -329,7 +331,7 @@ def _require_right(ops: NativeOps) -> None:
 
 
 def _wrong_in_attention(ops: NativeOps, oracle: TorchOps, dtype: torch.dtype, atol: float) -> list[str]:
-    """Rotary positions, and one row of 7 tokens that reads back over a block of 5 and a window of 6."""
+    """Rotary positions, and one row of 7 tokens that reads back over a block of 5, a window of 6, and chunks of 4."""
     generator = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn((7, heads, 32), generator=generator).to(dtype) for heads in (4, 2, 2))
     angles = torch.randn((1, 7, 32), generator=generator)
@@ -341,16 +343,19 @@ def _wrong_in_attention(ops: NativeOps, oracle: TorchOps, dtype: torch.dtype, at
     table = (np.array([0, 7], np.int32), np.array([7], np.int32), np.array([0, 2], np.int32), blocks)
     slots = torch.tensor([int(blocks[place // size]) * size + place % size for place in range(7)])
     keys, values = (torch.full((4 * size, 64), float("nan"), dtype=dtype) for _ in range(2))
-    rows = PagedRows(table, size, 6)
-    got = ops.attend(query, key, value, keys, values, slots=slots, rows=rows, scaling=0.2)
     q, k, v = (states.float().transpose(0, 1) for states in (query, key, value))
     k, v = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)
     place = torch.arange(7)
     behind = place[:, None] - place[None, :]
-    scores = (q @ k.transpose(1, 2) * 0.2).masked_fill((behind < 0) | (behind >= 6), float("-inf"))
-    expected = (scores.softmax(-1) @ v).transpose(0, 1)
     wrong = [] if torch.allclose(rotated.float(), expected_rotated.float(), atol=atol) else [f"rotary of {dtype}"]
-    return wrong if torch.allclose(got.float(), expected, atol=atol) else [*wrong, f"attention of {dtype}"]
+    for window, hidden in ((6, behind >= 6), (-4, place[:, None] // 4 != place[None, :] // 4)):
+        rows = PagedRows(table, size, window)
+        got = ops.attend(query, key, value, keys, values, slots=slots, rows=rows, scaling=0.2)
+        scores = (q @ k.transpose(1, 2) * 0.2).masked_fill((behind < 0) | hidden, float("-inf"))
+        expected = (scores.softmax(-1) @ v).transpose(0, 1)
+        if not torch.allclose(got.float(), expected, atol=atol):
+            wrong.append(f"attention of {dtype} with a window of {window}")
+    return wrong
 
 
 def _heads_adjoin(states: torch.Tensor) -> bool:

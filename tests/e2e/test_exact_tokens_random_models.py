@@ -18,12 +18,21 @@ pytestmark = pytest.mark.timeout(1800)
 NEW_TOKENS = 100
 PROMPT_LENGTHS = (1, 5, 16, 17, 2, 31, 9, 40, 48, 3, 64, 33, 12, 90, 7, 128)
 MIN_PREEMPTIONS = 10
-FEW_BLOCKS = {"qwen2": 26, "qwen3": 26, "mistral": 14, "gemma3": 64, "mamba2": 12, "bamba": 26}
-"""Three sequences fit at their full length; many more do when they begin. Gemma 3 has four KV groups, Bamba three."""
+FEW_BLOCKS = {
+    "qwen2": 26,
+    "qwen3": 26,
+    "mistral": 14,
+    "gemma3": 64,
+    "llama4": 48,
+    "gemma3n": 40,
+    "mamba2": 12,
+    "bamba": 26,
+}
+"""Three sequences fit at their full length; many more do when they begin. Gemma 3 has four KV groups, others two or three."""
 
 
 MODES = ["qwen2 recompute", "qwen3 recompute", "qwen3 swap"]
-MODES += [f"{name} recompute" for name in ("mistral", "gemma3", "mamba2", "bamba")]
+MODES += [f"{name} recompute" for name in ("mistral", "gemma3", "llama4", "gemma3n", "mamba2", "bamba")]
 
 
 @pytest.fixture(scope="module", params=MODES)

@@ -9,8 +9,8 @@ beforehand about what it will find.
 
 Layers that are alike make one group. Where some have a window and others not, the executor makes groups of equal
 numbers of layers, so that a block is as large for each of them, and a sequence has blocks of every group: of full
-attention for all its tokens, of a window for those that can still be read and a row to come. The arithmetic is that of
-the executor's ``group_layers`` and ``KvGroupSpec.most_blocks``, which tests hold it to.
+attention for all its tokens, of a window or chunks for those that can still be read and a row to come. The arithmetic
+is that of the executor's ``group_layers`` and ``KvGroupSpec.most_blocks``, which tests hold it to.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kvplane_client.cli.model_layers import (
     Experts,
     PlanError,
     decoder_config,
+    dense_width,
     layer_windows,
     longest_sequence,
     positive,
@@ -68,7 +69,8 @@ class ModelShape:
         vocab_size: Tokens of the vocabulary.
         tied: Whether the output layer is the embedding.
         max_model_len: Longest sequence.
-        windows: Tokens that a token reads, itself included, by layer; 0 for all before it. Empty: all, in every layer.
+        windows: Tokens that a token reads, itself included, by layer; 0 for all before it, the size of chunks negated.
+            Empty: all, in every layer.
         experts: Those that some layers, or all, have in place of one network.
         gated: Whether a network has a third matrix, its gate.
     """
@@ -129,7 +131,7 @@ class ModelShape:
             num_heads=heads,
             num_kv_heads=positive(values, "num_key_value_heads", where, heads),
             head_dim=positive(values, "head_dim", where, hidden // heads),
-            intermediate_size=positive(values, "intermediate_size", where),
+            intermediate_size=dense_width(values, where),
             vocab_size=positive(values, "vocab_size", where),
             tied=bool(values.get("tie_word_embeddings", False)),
             max_model_len=longest_sequence(values, where),
@@ -181,7 +183,7 @@ class KvGroup:
 
     Attributes:
         num_layers: How many.
-        window: Tokens that a token reads in them, itself included; 0 for all before it.
+        window: Tokens that a token reads in them, itself included; 0 for all before it, the size of chunks negated.
     """
 
     num_layers: int
@@ -190,19 +192,20 @@ class KvGroup:
     def most_blocks(self, num_tokens: int, block_size: int, longest_chunk: int) -> int:
         """Most blocks that a sequence of num_tokens tokens has of the group at any time.
 
-        Of a window it is what its last tokens and a row of longest_chunk tokens lie in, wherever in a block they begin.
+        Of a window, or a chunk, it is what its last tokens and a row of longest_chunk tokens lie in, wherever in a
+        block they begin.
         """
         length = -(-num_tokens // block_size)
         if not self.window:
             return length
-        return min(length, -(-(self.window + longest_chunk - 2) // block_size) + 1)
+        return min(length, -(-(abs(self.window) + longest_chunk - 2) // block_size) + 1)
 
 
 def group_layers(windows: Sequence[int]) -> tuple[KvGroup, ...]:
     """Makes groups as the executor does: of equal numbers of layers, but for a window's last, those of full first.
 
     Args:
-        windows: By layer; 0 for full attention.
+        windows: By layer; 0 for full attention, the size of chunks negated.
     """
     counts = Counter(windows)
 
@@ -216,7 +219,7 @@ def group_layers(windows: Sequence[int]) -> tuple[KvGroup, ...]:
     size = min(range(1, max(counts.values()) + 1), key=cost)
     return tuple(
         KvGroup(min(size, count - start), window)
-        for window, count in sorted(counts.items())
+        for window, count in sorted(counts.items(), key=lambda item: (item[0] < 0, abs(item[0])))
         for start in range(0, count, size)
     )
 
@@ -293,8 +296,10 @@ def plan_capacity(
     bytes_per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * kv_value_bytes
     usable_bytes = math.floor(total_bytes * utilization)
     kv_bytes = max(0, usable_bytes - weights_bytes - overhead_bytes)
-    # A window as long as any sequence is none.
-    windows = [window if window < shape.max_model_len else 0 for window in shape.windows or (0,) * shape.num_layers]
+    # A window, or a chunk, as long as any sequence is none.
+    windows = [
+        window if abs(window) < shape.max_model_len else 0 for window in shape.windows or (0,) * shape.num_layers
+    ]
     groups = group_layers(windows)
     bytes_per_block = bytes_per_token // shape.num_layers * max(group.num_layers for group in groups) * block_size
     num_blocks = kv_bytes // bytes_per_block

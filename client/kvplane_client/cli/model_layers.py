@@ -1,4 +1,4 @@
-"""What a config.json says of a decoder's layers: which attend within a window, and which have experts.
+"""What a config.json says of a decoder's layers: which attend within a window or chunks, and which have experts.
 
 Station: called by ``capacity``. It knows JSON objects; no bytes and no blocks. The executor asks transformers' classes;
 here there are none, so what those add to a file that leaves it out is in tables, of which tests hold every entry to
@@ -18,6 +18,7 @@ __all__ = [
     "Experts",
     "PlanError",
     "decoder_config",
+    "dense_width",
     "layer_windows",
     "longest_sequence",
     "positive",
@@ -26,7 +27,8 @@ __all__ = [
 
 Config = Mapping[str, Any]
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+_LLAMA4 = "llama4_text"
 
 # Types of models some of whose layers keep a state in place of K/V; those without any attention lack its fields.
 _WITH_STATES = (
@@ -36,7 +38,7 @@ _WITH_STATES = (
 
 # Keys of attention, or of weights, that are other than those of the Llama family.
 _OTHER_DECODERS = (
-    "H_cycles", "attention_chunk_size", "block_configs", "global_head_dim", "hidden_size_per_layer_input",
+    "H_cycles", "block_configs", "global_head_dim", "hidden_size_per_layer_input",
     "is_encoder_decoder", "keep_window_size", "kv_channels", "kv_lora_rank", "num_global_key_value_heads",
     "num_kv_shared_layers", "per_layer_config", "swa_head_dim", "swa_num_key_value_heads", "type_vocab_size",
     "use_bidirectional_attention",
@@ -57,6 +59,10 @@ _ROUTING = {
 # Keys that mean other feed-forward networks in some of a mixture's layers, without a name that says so.
 _OTHER_LAYERS = ("intermediate_size_mlp", "num_dense_layers")
 
+_NONE_IF_NULL = ("sliding_window", "attention_chunk_size")
+# Of Llama 4, whose layers without experts have a width of their own.
+_LLAMA4_KEYS = {"interleave_moe_layer_step", "intermediate_size_mlp", "moe_layers"}
+
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cohere": {"tie_word_embeddings": True},
     "cohere2": {"tie_word_embeddings": True, "sliding_window": 4096, "sliding_window_pattern": 4},
@@ -67,6 +73,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208, "max_position_embeddings": 131_072,
     },
     "gpt_oss": {"sliding_window": 128},
+    "llama4_text": {
+        "attention_chunk_size": 8192, "no_rope_layer_interval": 4, "interleave_moe_layer_step": 1,
+        "num_local_experts": 16, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "hidden_size": 5120,
+        "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
+        "vocab_size": 202_048, "max_position_embeddings": 131_072,
+    },
     "mistral": {"sliding_window": 4096},
     "olmo3": {"sliding_window": 4096},
     "qwen2": {"use_sliding_window": False, "max_window_layers": 28},
@@ -138,8 +150,9 @@ def decoder_config(config: Config, where: str) -> tuple[dict[str, Any], str]:
         text = {"tie_word_embeddings": config.get("tie_word_embeddings"), **config["text_config"]}
         kind = text.get("model_type") or (kind and f"{kind}_text")
     known = DEFAULTS.get(str(kind), {})
-    # A window that is null is none; of other keys it is as if they were left out.
-    values = {**known, **{key: value for key, value in text.items() if value is not None or key == "sliding_window"}}
+    # A window or chunk that is null is none; of other keys it is as if they were left out.
+    said = {key: value for key, value in text.items() if value is not None or key in _NONE_IF_NULL}
+    values = {**known, **said}
     values["model_type"] = kind
     if kind in _WITH_STATES:
         raise PlanError(
@@ -177,26 +190,32 @@ def longest_sequence(config: Config, where: str) -> int:
 
 
 def layer_windows(config: Config, where: str) -> tuple[int, ...]:
-    """Tokens that a token reads in each layer, itself included; 0 for full attention.
+    """Tokens that a token reads in each layer, itself included; 0 for full attention, the size of chunks negated.
 
     Args:
         config: Of ``decoder_config``.
         where: What errors call it.
 
     Raises:
-        PlanError: A layer is of another kind, or nothing says which ones slide.
+        PlanError: A layer is of another kind, or nothing says which ones slide or are cut into chunks.
     """
     num_layers = positive(config, "num_hidden_layers", where)
     window = 0
     if config.get("sliding_window") and config.get("use_sliding_window", True):
         window = positive(config, "sliding_window", where)
+    chunk = positive(config, "attention_chunk_size", where) if config.get("attention_chunk_size") else 0
     types = config.get("layer_types")
     if types is not None:
-        if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {_FULL, _SLIDING}:
+        known = {_FULL, _SLIDING, _CHUNKED} if config["model_type"] == _LLAMA4 else {_FULL, _SLIDING}
+        if not isinstance(types, list) or len(types) != num_layers or not set(types) <= known:
             raise _not_understood(where, "layer_types", types, f"{num_layers} of {_FULL} or {_SLIDING}")
         if _SLIDING in types and not window:
             raise _not_understood(where, "sliding_window", config.get("sliding_window"), f"a window of {_SLIDING}")
-        return tuple(window if kind == _SLIDING else 0 for kind in types)
+        if _CHUNKED in types and not chunk:
+            raise _not_understood(where, "attention_chunk_size", chunk, f"chunks of {_CHUNKED}")
+        return tuple({_FULL: 0, _SLIDING: window, _CHUNKED: -chunk}[kind] for kind in types)
+    if chunk:
+        return _chunks(config, num_layers, chunk, where)
     if not window:
         return (0,) * num_layers
     rule = WINDOW_RULES.get(str(config["model_type"]))
@@ -211,6 +230,24 @@ def layer_windows(config: Config, where: str) -> tuple[int, ...]:
     return tuple(window if rule(layer, config) else 0 for layer in range(num_layers))
 
 
+def _chunks(config: Config, num_layers: int, chunk: int, where: str) -> tuple[int, ...]:
+    """Which layers of a Llama 4 are cut into chunks: those with rotary positions."""
+    if config["model_type"] != _LLAMA4:
+        raise _not_understood(where, "attention_chunk_size", chunk, f"chunks in a {_LLAMA4} alone, or layer_types")
+    rotary = config.get("no_rope_layers")  # of its name it says the contrary: 1 is with
+    if not rotary:
+        every = positive(config, "no_rope_layer_interval", where)
+        rotary = [int((layer + 1) % every != 0) for layer in range(num_layers)]
+    if not isinstance(rotary, list) or len(rotary) < num_layers:
+        raise _not_understood(where, "no_rope_layers", rotary, f"{num_layers} of 0 or 1")
+    return tuple(-chunk if is_rotary else 0 for is_rotary in rotary[:num_layers])
+
+
+def dense_width(config: Config, where: str) -> int:
+    """Width of the feed-forward network in layers without experts. Raises PlanError for no positive integer."""
+    return positive(config, "intermediate_size_mlp" if config["model_type"] == _LLAMA4 else "intermediate_size", where)
+
+
 def read_experts(config: Config, where: str) -> Experts | None:
     """Which layers have experts and how many; None where none has.
 
@@ -221,9 +258,11 @@ def read_experts(config: Config, where: str) -> Experts | None:
     Raises:
         PlanError: A key of a mixture of experts is not understood, or has no value that it can have.
     """
+    is_llama4 = config["model_type"] == _LLAMA4
+    understood = _UNDERSTOOD | _ROUTING | (_LLAMA4_KEYS if is_llama4 else set())
     for key, value in config.items():
         is_mixtures = "expert" in key or "moe" in key.split("_") or key.startswith("router_")
-        if value and is_mixtures and key not in _UNDERSTOOD | _ROUTING:
+        if value and is_mixtures and key not in understood:
             raise _not_understood(where, key, value, f"experts that {', '.join(sorted(_UNDERSTOOD))} describe")
     counts = {key: positive(config, key, where) for key in _COUNTS if config.get(key)}
     if not counts:
@@ -231,11 +270,12 @@ def read_experts(config: Config, where: str) -> Experts | None:
     if len(set(counts.values())) > 1:
         raise PlanError(f"{where}: expected one number of experts, got {counts}; keep the one that is meant")
     for key in _OTHER_LAYERS:
-        if config.get(key):
+        if config.get(key) and key not in understood:
             raise _not_understood(where, key, config[key], "experts and one size of layers without any")
     width = positive(config, "moe_intermediate_size", where, positive(config, "intermediate_size", where))
     shared = sum(positive(config, key, where) for key in _SHARED_WIDTHS if config.get(key))
     shared += sum(positive(config, key, where) for key in _SHARED_COUNTS if config.get(key)) * width
+    shared += width if is_llama4 else 0
     num_layers = _num_sparse_layers(config, where)
     return Experts(num_layers, next(iter(counts.values())), width, shared) if num_layers else None
 
@@ -243,6 +283,10 @@ def read_experts(config: Config, where: str) -> Experts | None:
 def _num_sparse_layers(config: Config, where: str) -> int:
     """How many layers have experts. A condition whose key is missing holds for every layer."""
     num_layers = positive(config, "num_hidden_layers", where)
+    if config["model_type"] == _LLAMA4:
+        step = positive(config, "interleave_moe_layer_step", where)
+        chosen = config.get("moe_layers") or range(step - 1, num_layers, step)
+        return sum(layer in chosen for layer in range(num_layers))
     types = config.get("mlp_layer_types")
     if types is not None:
         if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {"dense", "sparse"}:

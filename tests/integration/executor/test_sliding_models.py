@@ -1,7 +1,8 @@
-"""Models with sliding windows through scheduler, messages and the torch backend: the tokens are transformers' own.
+"""Models with windows, chunks or shared K/V through scheduler, messages and the torch backend: transformers' tokens.
 
 Small random models in float32. Mistral has one KV group, a window in every layer; Gemma 3 has four here: one of two
-full layers, and three of sliding ones, of which the last has one layer and leaves a page unused.
+full layers, and three of sliding ones, of which the last has one layer and leaves a page unused. Llama 4 has one of
+full layers, and two of chunks. Of Gemma 3n's seven layers three read the K/V of earlier ones: two groups of two.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from tests.integration.executor.scheduled_pair import BLOCK_SIZE, CHUNK, MAX_LEN
 from tests.simulation.harness import kv_groups
 from tests.unit.executor.step_builder import prompt_of, save_tiny_model
 
-WINDOWS = {"mistral": (20,), "gemma3": (0, 20, 20, 20)}
+WINDOWS = {"mistral": (20,), "gemma3": (0, 20, 20, 20), "llama4": (0, -20, -20), "gemma3n": (0, 20)}
 
 
-@pytest.fixture(scope="module", params=["mistral", "gemma3"])
+@pytest.fixture(scope="module", params=WINDOWS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[int, ...]]:
     """A folder, and the windows of the groups that its layers make."""
     return save_tiny_model(tmp_path_factory.mktemp(request.param), request.param), WINDOWS[request.param]

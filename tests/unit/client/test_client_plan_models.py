@@ -22,7 +22,7 @@ from executor_service.backends.base import KvGroupSpec
 from executor_service.kv_cache import KvLayout
 from executor_service.model_loader import resolve_max_model_len
 from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
-from kvmanager_service.core.kv_groups import FullAttention, SlidingWindow
+from kvmanager_service.core.kv_groups import ChunkedLocal, FullAttention, KVGroup, SlidingWindow
 
 GIB = 1024**3
 CHUNK = 2048
@@ -58,6 +58,22 @@ QWEN3_30B_A3B: dict[str, Any] = {
 }  # fmt: skip
 
 
+LLAMA_4_SCOUT: dict[str, Any] = {
+    "model_type": "llama4_text", "num_hidden_layers": 48, "hidden_size": 5120, "num_attention_heads": 40,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192, "intermediate_size_mlp": 16_384,
+    "vocab_size": 202_048, "max_position_embeddings": 10_485_760, "attention_chunk_size": 8192, "no_rope_layers": [],
+    "interleave_moe_layer_step": 1, "moe_layers": list(range(48)), "num_local_experts": 16, "num_experts_per_tok": 1,
+    "use_qk_norm": True, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def manager_group(window: int) -> KVGroup:
+    """The core's for the executor's window."""
+    if window < 0:
+        return ChunkedLocal(16, -window)
+    return SlidingWindow(16, window) if window else FullAttention(16)
+
+
 def shape_of(config: dict[str, Any], **changed: Any) -> ModelShape:
     return ModelShape.from_config(config | changed, "config.json")
 
@@ -66,13 +82,13 @@ def transformers_config(config: dict[str, Any]) -> Any:
     return CONFIG_MAPPING[config["model_type"]](**{key: value for key, value in config.items() if key != "model_type"})
 
 
-@pytest.mark.parametrize("config", [GEMMA_3_1B, MISTRAL_7B], ids=["gemma-3-1b", "mistral-7b"])
+@pytest.mark.parametrize("config", [GEMMA_3_1B, MISTRAL_7B, LLAMA_4_SCOUT], ids=["gemma-3-1b", "mistral-7b", "scout"])
 @pytest.mark.parametrize("context_len", [100, 3000, 32_768])
 def test_plan_blocks_and_users_are_those_of_the_executor_and_the_manager(
     config: dict[str, Any], context_len: int
 ) -> None:
     capacity = plan_capacity(
-        shape_of(config), total_bytes=80 * GIB, utilization=0.9, dtype="bfloat16", kv_dtype="auto",
+        shape_of(config), total_bytes=640 * GIB, utilization=0.9, dtype="bfloat16", kv_dtype="auto",
         overhead_bytes=2 * GIB, block_size=16, context_len=context_len, longest_chunk=CHUNK,
     )  # fmt: skip
     windows = executor.layer_windows(transformers_config(config))
@@ -84,7 +100,7 @@ def test_plan_blocks_and_users_are_those_of_the_executor_and_the_manager(
     of_a_user = sum(spec.most_blocks(context_len, 16, CHUNK) for spec in specs)
     manager = KVCacheCoordinator(
         2,
-        [SlidingWindow(16, window) if window else FullAttention(16) for window in groups.windows],
+        [manager_group(window) for window in groups.windows],
         longest_chunk=CHUNK,
     )
     assert capacity.bytes_per_block == layout.bytes_per_block
@@ -109,6 +125,15 @@ def test_plan_gemma_3_1b_has_seven_groups_and_holds_more_users_than_with_full_at
     assert decoding.blocks_per_user == 2048 + 6 * 33
 
 
+def test_plan_chunks_are_of_layer_types_or_of_layers_with_rotary_positions() -> None:
+    few = {"num_hidden_layers": 4}
+    assert shape_of(LLAMA_4_SCOUT, **few).windows == (-8192, -8192, -8192, 0)
+    assert shape_of(LLAMA_4_SCOUT, **few, no_rope_layers=[1, 0, 1, 1]).windows == (-8192, 0, -8192, -8192)
+    types = ["full_attention", "chunked_attention"] * 2
+    assert shape_of(LLAMA_4_SCOUT, **few, layer_types=types, attention_chunk_size=64).windows == (0, -64, 0, -64)
+    assert shape_of(LLAMA_4_SCOUT, attention_chunk_size=None).windows == ()
+
+
 def test_plan_window_as_long_as_the_model_is_none() -> None:
     """The executor's rule; a block then is of all layers."""
     shape = shape_of(GEMMA_3_1B, max_position_embeddings=512)
@@ -123,17 +148,17 @@ def test_plan_window_as_long_as_the_model_is_none() -> None:
 def test_group_layers_are_the_executors(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(20):
-        windows = [draw.choice([0, 0, 64, 512]) for _ in range(draw.randint(1, 60))]
+        windows = [draw.choice([0, 0, 64, 512, -64, -1024]) for _ in range(draw.randint(1, 60))]
         theirs = executor.group_layers(windows)
         expected = [(theirs.num_layers(group), window) for group, window in enumerate(theirs.windows)]
         assert [(group.num_layers, group.window) for group in group_layers(windows)] == expected, windows
 
 
-@pytest.mark.parametrize("window", [0, 1, 2, 16, 17, 100])
+@pytest.mark.parametrize("window", [0, 1, 2, 16, 17, 100, -2, -16, -17, -100])
 @pytest.mark.parametrize("chunk", [1, 16, 50])
 def test_most_blocks_are_those_of_the_executor_and_the_manager(window: int, chunk: int) -> None:
     (ours,) = group_layers([window])
-    manager = SlidingWindow(16, window) if window else FullAttention(16)
+    manager = manager_group(window)
     for num_tokens in (1, 16, 17, 60, 300):
         theirs = KvGroupSpec(1, 1, 1, 1, window).most_blocks(num_tokens, 16, chunk)
         assert ours.most_blocks(num_tokens, 16, chunk) == theirs == manager.most_blocks(num_tokens, chunk)
@@ -171,8 +196,14 @@ def test_plan_windows_follow_layer_types_and_a_window_that_is_off_is_none() -> N
 
 @pytest.mark.parametrize(
     ("config", "billions"),
-    [(MISTRAL_7B, 7.24), (MIXTRAL_8X7B, 46.70), (QWEN3_30B_A3B, 30.53), (GEMMA_3_1B, 1.00)],
-    ids=["mistral-7b", "mixtral-8x7b", "qwen3-30b-a3b", "gemma-3-1b"],
+    [
+        (MISTRAL_7B, 7.24),
+        (MIXTRAL_8X7B, 46.70),
+        (QWEN3_30B_A3B, 30.53),
+        (GEMMA_3_1B, 1.00),
+        (LLAMA_4_SCOUT, 107.77),
+    ],
+    ids=["mistral-7b", "mixtral-8x7b", "qwen3-30b-a3b", "gemma-3-1b", "llama-4-scout"],
 )
 def test_plan_parameters_are_the_published_ones(config: dict[str, Any], billions: float) -> None:
     assert round(shape_of(config).num_parameters / 1e9, 2) == billions
@@ -194,6 +225,8 @@ def test_plan_parameters_are_the_published_ones(config: dict[str, Any], billions
         ("gpt_oss", {}),
         ("granitemoeshared", {"shared_intermediate_size": 1024}),
         ("phimoe", {}),
+        ("llama4_text", {"interleave_moe_layer_step": 2}),
+        ("llama4_text", {"moe_layers": [0, 1, 3]}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -267,6 +300,12 @@ def test_plan_nested_config_is_the_decoders_with_what_its_class_knows() -> None:
         (QWEN3_30B_A3B | {"kv_lora_rank": 512}, "got kv_lora_rank 512"),
         (GEMMA_3_1B | {"hidden_size_per_layer_input": 256}, "got hidden_size_per_layer_input 256"),
         (MISTRAL_7B | {"layer_types": ["chunked_attention"] * 32}, "got layer_types ['chunked_attention', "),
+        (MISTRAL_7B | {"attention_chunk_size": 64}, "got attention_chunk_size 64"),
+        (LLAMA_4_SCOUT | {"no_rope_layers": [1, 0]}, "expected 48 of 0 or 1, got no_rope_layers [1, 0]"),
+        (
+            LLAMA_4_SCOUT | {"layer_types": ["chunked_attention"] * 48, "attention_chunk_size": None},
+            "expected chunks of chunked_attention, got attention_chunk_size 0",
+        ),
         (MISTRAL_7B | {"layer_types": ["full_attention"] * 31}, "expected 32 of full_attention or sliding_attention"),
         (GEMMA_3_1B | {"layer_types": ["sliding_attention"] * 26, "sliding_window": None}, "got sliding_window None"),
         (MISTRAL_7B | {"model_type": "new"}, "expected layer_types to say which layers have the sliding_window"),

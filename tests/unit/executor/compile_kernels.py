@@ -54,7 +54,7 @@ FLOATS = ("scale", "v_scale", "k_scale", "softcap")
 # Columns of one upload lie anywhere; what torch allocates, and strides of heads of 16 elements, are multiples of 16.
 UNALIGNED = (*POINTERS_TO_INT32, "num_tokens", "split_len", "window", "num_blocks", "block_words")
 # Shapes that are compiled for decode graphs, too, with so many splits for each row.
-RECORDED = ("plain", "gemma", "odd")
+RECORDED = ("plain", "gemma", "chunks", "odd")
 PER_ROW = 6
 
 
@@ -68,6 +68,7 @@ class Shape:
     group: int = 4
     block_size: int = 16
     window: bool = False
+    chunks: bool = False
     softcap: bool = False
 
 
@@ -76,6 +77,7 @@ SHAPES = {
     "small": Shape(head_dim=64, group=8),
     "odd": Shape(dtype="fp16", kv_dtype="fp16", head_dim=80, group=7, block_size=8),
     "gemma": Shape(head_dim=256, group=2, window=True, softcap=True, block_size=32),
+    "chunks": Shape(group=5, window=True, chunks=True),
     "e5m2": Shape(kv_dtype="fp8e5", group=16, block_size=256),
     "e4m3": Shape(kv_dtype="fp8e4nv", group=1, block_size=128),
     "float32": Shape(dtype="fp32", kv_dtype="fp32", head_dim=64, group=3),
@@ -88,7 +90,7 @@ def compiled(name: str, shape: Shape, target: GPUTarget) -> Iterator[tuple[str, 
     sizes = {"head_dim": shape.head_dim, "group": shape.group, "itemsize": ITEM_SIZES[shape.dtype]}
     head = {"HEAD_DIM": shape.head_dim, "BLOCK_D": triton.next_power_of_2(shape.head_dim)}
     heads = head | {"NUM_KV_HEADS": 8, "GROUP": shape.group, "BLOCK_SIZE": shape.block_size}
-    heads |= {"HAS_SOFTCAP": shape.softcap, "HAS_WINDOW": shape.window}
+    heads |= {"HAS_SOFTCAP": shape.softcap, "HAS_WINDOW": shape.window, "IN_CHUNKS": shape.chunks}
     small = Tile(0, 0, num_warps=4, num_stages=3)
     tile = decode_tile(kind, **sizes)
     blocks: dict[str, object] = {"BLOCK_G": tile.block_m, "BLOCK_N": tile.block_n, "SPLIT": True}
@@ -106,8 +108,9 @@ def compiled(name: str, shape: Shape, target: GPUTarget) -> Iterator[tuple[str, 
         limit = {"fp8e5": 57344.0, "fp8e4nv": 448.0}.get(shape.kv_dtype, 0.0)
         blocks = {"LIMIT": limit, "BLOCK_T": 16, "QUANTISE": quantise}
         yield "write", _compile(write_kv_kernel, shape, target, head | blocks, small)
-    if name in ("plain", "gemma"):
+    if name in ("plain", "gemma", "chunks"):
         blocks = {"NUM_HEADS": 8 * shape.group, "BLOCK_N": block_n, "HAS_WINDOW": shape.window}
+        blocks |= {"IN_CHUNKS": shape.chunks}
         tile = Tile(0, 0, 4, 2)
         for kernel, cut in (("reduce", by_host), ("reduce, recorded", by_itself)):
             more = {"BLOCK_S": reduce_block(cut["PER_ROW"])}

@@ -11,9 +11,11 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     GraniteMoeHybridConfig,
     JambaConfig,
+    Llama4TextConfig,
     LlamaConfig,
     Mamba2Config,
     MambaConfig,
@@ -164,12 +166,31 @@ def sampling_batch(
     )
 
 
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_MORE: dict[str, dict[str, object]] = {
+    "llama4": {
+        "num_hidden_layers": 5, "attention_chunk_size": 20, "no_rope_layers": [1, 1, 0, 1, 0],
+        "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2, "num_local_experts": 4, "floor_scale": 16,
+        "attn_scale": 0.3,
+    },
+    "gemma3n": {
+        "num_hidden_layers": 7, "num_kv_shared_layers": 3, "sliding_window": 20,
+        "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING, _FULL, _SLIDING],
+        "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8, "laurel_rank": 4,
+        "altup_num_inputs": 2, "activation_sparsity_pattern": [0.5, *[0.0] * 6], "tie_word_embeddings": False,
+        "pad_token_id": 0,
+    },
+}  # fmt: skip
+
+
 def tiny_config(kind: str, **changes: object) -> PreTrainedConfig:
     """A configuration small enough to run in milliseconds, of a type that transformers names so.
 
     "llama", "qwen2" and "qwen3" attend to all tokens; "mistral" has a window of 20 tokens in all layers, "gemma3" in
-    five of seven. "mamba" and "mamba2" keep a state in every layer; "bamba", "granitemoehybrid", "jamba" and
-    "qwen3_next" do in three of four or five, and attend in the others.
+    five of seven. "gemma3n" has it in four of seven, of which the last three read the K/V of earlier ones. "llama4" is
+    a mixture of experts in every second layer, and attends within chunks of 20 tokens in three of five; its full
+    attention has a temperature that grows every 16 tokens. "mamba" and "mamba2" keep a state in every layer; "bamba",
+    "granitemoehybrid", "jamba" and "qwen3_next" do in three of four or five, and attend in the others.
     """
     values: dict[str, object] = {
         "vocab_size": VOCAB_SIZE,
@@ -236,6 +257,8 @@ def tiny_config(kind: str, **changes: object) -> PreTrainedConfig:
         "qwen3": Qwen3Config,
         "mistral": MistralConfig,
         "gemma3": Gemma3TextConfig,
+        "gemma3n": Gemma3nTextConfig,
+        "llama4": Llama4TextConfig,
         "jamba": JambaConfig,
         "mamba": MambaConfig,
         "mamba2": Mamba2Config,
@@ -243,7 +266,7 @@ def tiny_config(kind: str, **changes: object) -> PreTrainedConfig:
         "granitemoehybrid": GraniteMoeHybridConfig,
         "qwen3_next": Qwen3NextConfig,
     }
-    return kinds[kind](**(values | changes))
+    return kinds[kind](**(values | _MORE.get(kind, {}) | changes))
 
 
 def save_tiny_model(folder: Path, kind: str, **changes: object) -> Path:

@@ -19,9 +19,10 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from executor_service.backends.base import STATE, BackendError, KvGroupSpec
-from executor_service.layer_groups import group_layers, layer_windows
-from kvmanager_service.core.kv_groups import KVGroup, RecurrentState, SlidingWindow
+from executor_service.backends.base import STATE, BackendError, KvGroupSpec, chunks_of
+from executor_service.layer_groups import group_layers, layer_sources, layer_windows
+from tests.simulation.harness import kv_group
+from tests.unit.executor.step_builder import tiny_config
 
 
 def test_layer_windows_are_those_of_the_configuration() -> None:
@@ -31,6 +32,13 @@ def test_layer_windows_are_those_of_the_configuration() -> None:
     assert layer_windows(Qwen2Config(num_hidden_layers=2, sliding_window=64, use_sliding_window=False)) == [0, 0]
     gemma = Gemma3TextConfig(num_hidden_layers=7, sliding_window=512)
     assert layer_windows(gemma) == [512, 512, 512, 512, 512, 0, 512]
+
+
+def test_layer_windows_say_which_layers_have_chunks() -> None:
+    few = {"num_hidden_layers": 4, "attention_chunk_size": 64}
+    assert layer_windows(Llama4TextConfig(**few)) == [-64, -64, -64, 0]
+    assert layer_windows(Llama4TextConfig(**few, no_rope_layers=[0, 1, 1, 0])) == [0, -64, -64, 0]
+    assert layer_windows(Llama4TextConfig(num_hidden_layers=4, attention_chunk_size=None)) == [0, 0, 0, 0]
 
 
 def test_layer_windows_say_which_layers_keep_a_state() -> None:
@@ -73,7 +81,8 @@ def test_layer_windows_other_attention_is_refused_by_name(types: list[str], wind
         (FalconMambaConfig(), "linear_attention"),
         (FalconH1Config(), "hybrid"),
         (Lfm2Config(num_hidden_layers=2, full_attn_idxs=[1]), "conv"),
-        (Llama4TextConfig(), "chunked_attention"),
+        (Llama4TextConfig(attention_chunk_size=1), "chunked_attention"),
+        (Llama4TextConfig(layer_types=["linear_attention"] * 48), "linear_attention"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.model_type,
 )
@@ -84,6 +93,29 @@ def test_layer_windows_model_with_layers_of_another_kind_is_refused_by_name(
         layer_windows(config)
 
 
+def test_layer_sources_are_the_last_of_their_type_with_kv_of_their_own() -> None:
+    assert layer_sources(LlamaConfig(num_hidden_layers=3)) == [0, 1, 2]
+    assert layer_sources(tiny_config("gemma3n")) == [0, 1, 2, 3, 2, 3, 2]
+    assert layer_sources(tiny_config("gemma3n", num_kv_shared_layers=0)) == list(range(7))
+
+
+def test_layer_sources_of_a_model_that_was_not_tried_are_refused() -> None:
+    config = LlamaConfig(num_hidden_layers=3, num_kv_shared_layers=1)
+    with pytest.raises(BackendError, match="got num_kv_shared_layers=1 in llama; this backend shares K/V") as caught:
+        layer_sources(config)
+    assert caught.value.reason == "MODEL_NOT_SUPPORTED"
+
+
+def test_group_layers_that_read_anothers_have_its_page_and_are_not_counted() -> None:
+    groups = group_layers([20, 0, 20, 0, 20, 0, 20], [0, 1, 2, 3, 2, 3, 2])
+    assert groups.windows == (0, 20)
+    assert list(zip(groups.group_of, groups.page_of, strict=True)) == [
+        (1, 0), (0, 0), (1, 1), (0, 1), (1, 1), (0, 1), (1, 1),
+    ]  # fmt: skip
+    assert (groups.num_pages, groups.num_layers(0), groups.num_layers(1)) == (2, 2, 2)
+    assert [groups.source_of(layer) for layer in range(7)] == [0, 1, 2, 3, 2, 3, 2]
+
+
 def test_group_layers_that_keep_a_state_are_in_the_last_groups() -> None:
     groups = group_layers([STATE, 0, STATE, 20, STATE, STATE])
     assert groups.windows == (0, 20, *[STATE] * 4)
@@ -91,6 +123,12 @@ def test_group_layers_that_keep_a_state_are_in_the_last_groups() -> None:
     bamba = group_layers([STATE if layer not in (9, 18, 27) else 0 for layer in range(32)])  # Bamba 9B
     assert bamba.windows == (0, *[STATE] * 10)
     assert [bamba.num_layers(group) for group in range(11)] == [3] * 10 + [2]
+
+
+def test_group_layers_with_chunks_come_after_those_with_a_window() -> None:
+    groups = group_layers([chunks_of(64), 0, chunks_of(8), 20, STATE])
+    assert groups.windows == (0, 20, -8, -64, STATE)
+    assert groups.group_of == (3, 0, 2, 1, 4)
 
 
 def test_group_layers_one_kind_is_one_group_in_model_order() -> None:
@@ -123,12 +161,12 @@ def test_group_layers_every_layer_has_a_page_of_its_own_in_a_group_of_its_window
     assert list(groups.windows) == sorted(groups.windows)
 
 
-@pytest.mark.parametrize("window", [1, 2, 16, 17, 100, STATE])
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 100, STATE, chunks_of(2), chunks_of(16), chunks_of(50)])
 @pytest.mark.parametrize("chunk", [1, 16, 50])
 def test_most_blocks_of_a_group_are_those_that_the_manager_reckons_with(window: int, chunk: int) -> None:
     """The executor promises that the longest sequence fits; the manager decides by the same number."""
     spec = KvGroupSpec(1, 1, 1, 1, window)
-    group: KVGroup = RecurrentState(16) if window == STATE else SlidingWindow(16, window)
+    group = kv_group(16, window)
     for num_tokens in (1, 16, 17, 60, 300):
         assert spec.most_blocks(num_tokens, 16, chunk) == group.most_blocks(num_tokens, chunk)
 

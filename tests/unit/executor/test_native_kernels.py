@@ -17,11 +17,11 @@ from executor_service.native.library import NativeBuildError, native_library
 from executor_service.native.ops import NativeOps, load_native_ops
 from tests.unit.executor.native_builds import native_ops
 from tests.unit.executor.step_builder import Row, build_step
-from tests.unit.executor.test_paged_attention import STEPS, run_both
+from tests.unit.executor.test_paged_attention import CHUNKS, STEPS, run_both
 
 # (dtype, absolute tolerance, relative tolerance)
 TOLERANCES = [(torch.float32, 2e-6, 1e-5), (torch.bfloat16, 2e-2, 2e-2)]
-BLOCKS_AND_WINDOWS = [(1, 0), (8, 0), (16, 0), (32, 0), (1, 7), (8, 1), (16, 33), (32, 300)]
+BLOCKS_AND_WINDOWS = [(1, 0), (8, 0), (16, 0), (32, 0), (1, 7), (8, 1), (16, 33), (32, 300), *CHUNKS]
 LIMITS = AttentionLimits(gather_tokens=1 << 16)
 
 

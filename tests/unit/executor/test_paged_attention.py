@@ -11,6 +11,7 @@ from executor_service.kernels.attention_plan import AttentionLimits, plan_attent
 from executor_service.kernels.fp8 import FP8_TYPES, PLAIN, layer_codecs
 from executor_service.kernels.paged_kernels import GroupStep, PagedKernels
 from executor_service.kernels.torch_paged import paged_attention
+from tests.simulation.harness import first_read
 from tests.unit.executor.step_builder import Row, build_step
 
 # (dtype, absolute tolerance, relative tolerance)
@@ -30,6 +31,11 @@ STEPS = {
     "prefill_chunk": [(40, 75), (2, 130)],
     "mixed": [(1, 200), (17, 17), (1, 9), (23, 90), (1, 33), (2, 2)],
 }
+
+
+WINDOWS = [(1, 7), (8, 1), (8, 20), (16, 16), (16, 33), (32, 300)]
+CHUNKS = [(1, -7), (8, -2), (8, -20), (16, -16), (16, -33), (32, -300)]
+"""Tokens per block, and a window or, negated, a chunk."""
 
 
 def run_both(
@@ -55,7 +61,7 @@ def run_both(
     counts = [-(-seq // block_size) for _, seq in shapes]
     free = rng.permutation(np.arange(1, sum(counts) + 4)).tolist()
     blocks = [[free.pop() for _ in range(count)] for count in counts]
-    firsts = [max(0, seq - query - window + 1) if window else 0 for query, seq in shapes]
+    firsts = [first_read(seq - query, window) for query, seq in shapes]
     for first, own in zip(firsts, blocks, strict=True):
         own[: first // block_size] = [0] * (first // block_size)
     rows = [Row([0] * query, seq - query, own) for (query, seq), own in zip(shapes, blocks, strict=True)]
@@ -124,9 +130,9 @@ def test_paged_attention_any_step_equals_oracle(
 
 @pytest.mark.parametrize("tolerance", TOLERANCES, ids=["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("limits", [WIDE, NARROW], ids=["wide", "narrow"])
-@pytest.mark.parametrize(("block_size", "window"), [(1, 7), (8, 1), (8, 20), (16, 16), (16, 33), (32, 300)])
+@pytest.mark.parametrize(("block_size", "window"), WINDOWS + CHUNKS)
 @pytest.mark.parametrize("shapes", STEPS.values(), ids=STEPS.keys())
-def test_paged_attention_with_a_window_equals_oracle(
+def test_paged_attention_with_a_window_or_chunks_equals_oracle(
     shapes: list[tuple[int, int]],
     block_size: int,
     window: int,

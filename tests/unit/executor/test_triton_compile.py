@@ -55,5 +55,5 @@ def test_kernels_keep_their_budgets(case: str, reports: dict[str, dict[str, dict
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_prefill_uses_the_matrix_units(target: str, reports: dict[str, dict[str, dict[str, object]]]) -> None:
-    for shape in ("plain", "small", "gemma", "odd", "e5m2"):
+    for shape in ("plain", "small", "gemma", "chunks", "odd", "e5m2"):
         assert reports[f"{target} {shape}"]["prefill"]["matrix"] in MATRIX[target], shape
