@@ -28,7 +28,7 @@ FEW_BLOCKS = {
     "mamba2": 12,
     "bamba": 26,
 }
-"""Three sequences fit at their full length; many more do when they begin. Gemma 3 has four KV groups, others two or three."""
+"""Three sequences fit at their full length; many more do when they begin. Gemma 3 has four KV groups, others fewer."""
 
 
 MODES = ["qwen2 recompute", "qwen3 recompute", "qwen3 swap"]
