@@ -106,6 +106,9 @@ def attend(  # type: ignore[no-untyped-def]
     """
     dims = tl.arange(0, BLOCK_D)
     offsets = tl.arange(0, BLOCK_N)
+    oldest = query_positions
+    if IN_CHUNKS:
+        oldest = query_positions - query_positions % window
     for first in range(start, end, BLOCK_N):
         positions = first + offsets
         if BOUNDED:
@@ -136,7 +139,7 @@ def attend(  # type: ignore[no-untyped-def]
             if CAUSAL:
                 seen &= positions[None, :] <= query_positions[:, None]
             if IN_CHUNKS:
-                seen &= positions[None, :] >= (query_positions - query_positions % window)[:, None]
+                seen &= positions[None, :] >= oldest[:, None]
             elif HAS_WINDOW:
                 seen &= positions[None, :] > query_positions[:, None] - window
             scores = tl.where(seen, scores, float("-inf"))

@@ -77,7 +77,7 @@ SHAPES = {
     "small": Shape(head_dim=64, group=8),
     "odd": Shape(dtype="fp16", kv_dtype="fp16", head_dim=80, group=7, block_size=8),
     "gemma": Shape(head_dim=256, group=2, window=True, softcap=True, block_size=32),
-    "chunks": Shape(group=5, window=True, chunks=True),
+    "chunks": Shape(window=True, chunks=True),
     "e5m2": Shape(kv_dtype="fp8e5", group=16, block_size=256),
     "e4m3": Shape(kv_dtype="fp8e4nv", group=1, block_size=128),
     "float32": Shape(dtype="fp32", kv_dtype="fp32", head_dim=64, group=3),
