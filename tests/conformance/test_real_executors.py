@@ -14,6 +14,7 @@ from executor_service.server import running_executor
 from tests.conformance.trial import (
     BLOCK_SIZE,
     COMPUTING,
+    NEED_CHUNKS,
     NEED_GROUPS,
     NUM_BLOCKS,
     NUM_HOST_BLOCKS,
@@ -21,6 +22,7 @@ from tests.conformance.trial import (
     skipped,
     tried,
 )
+from tests.unit.executor.step_builder import save_tiny_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "numpy_backend"
 
@@ -124,7 +126,18 @@ async def test_conformance_of_torch_executor_with_several_groups_passes_with_num
         judge, results = await tried(server.address, COMPUTING, model=ReferenceModel(windowed_model))
     assert judge.name == "the reference model in NumPy"
     assert failures(results) == {}
-    assert skipped(results) == set()
+    assert skipped(results) == NEED_CHUNKS
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "changes"), [("llama4", {"attention_chunk_size": 7}), ("gemma3n", {})])
+async def test_conformance_of_torch_executor_with_chunks_or_shared_kv_passes(kind, changes, tmp_path):
+    """Two full layers and three of chunks, which do not end with a block; and layers that read others' K/V."""
+    save_tiny_model(tmp_path, kind, **changes)
+    async with running_executor(windowed_config(tmp_path)) as server:
+        _, results = await tried(server.address, ["groups/", "windows/", "tables/", "cache/", "copies/"])
+    assert failures(results) == {}
+    assert skipped(results) == (NEED_CHUNKS if kind == "gemma3n" else set())
 
 
 @pytest.mark.filterwarnings("ignore")
