@@ -7,11 +7,13 @@ full layers, and two of chunks. Of Gemma 3n's seven layers three read the K/V of
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from executor_service.backends.torch_backend import TorchBackend, TorchBackendConfig
 from executor_service.backends.triton_backend import TritonBackend
 from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix
@@ -98,6 +100,26 @@ def test_sliding_model_prefix_hits_give_transformers_tokens(model: tuple[Path, t
     adopted = {"turn from what was adopted": prompts["turn"]}
     check(folder, adopted, pair.run(adopted))
     assert pair.scheduler.stats.prefix_hits > hits
+
+
+class Fp8Backend(TorchBackend):
+    """The torch backend with K/V in eight bits."""
+
+    def __init__(self, config: TorchBackendConfig) -> None:
+        super().__init__(replace(config, kv_cache_dtype="fp8_e4m3"))
+
+
+@pytest.mark.parametrize("model", ["llama4", "gemma3n"], indirect=True)
+def test_sliding_model_in_fp8_preempted_gives_the_tokens_that_it_gives_at_leisure(
+    model: tuple[Path, tuple[int, ...]],
+) -> None:
+    """The same bytes, computed once or again and again, of layers with chunks and of those that read another's."""
+    folder, windows = model
+    longest = KVCacheCoordinator(2, kv_groups(BLOCK_SIZE, windows), longest_chunk=CHUNK).num_blocks_for(MAX_LEN)
+    prompts = {f"p{index}": prompt_of(length, index) for index, length in enumerate((2, 5, 3, 7, 4, 33, 60))}
+    crowded = Pair(folder, 1 + longest + longest // 4, Fp8Backend)
+    assert crowded.run(prompts) == Pair(folder, 400, Fp8Backend).run(prompts)
+    assert crowded.scheduler.stats.preemptions >= 3
 
 
 # Rows of a tile that stand for nothing divide 0 by 0: silent on a GPU, a warning of NumPy in the interpreter.
