@@ -145,6 +145,14 @@ class ModelShard:
                 f" {model.config.model_type}; leave the flag out",
                 model_type=model.config.model_type,
             )
+        if any(getattr(model.config.get_text_config(decoder=True), "activation_sparsity_pattern", None) or ()):
+            # Which activations are kept follows from the mean and deviation of all of a layer's, not of a rank's.
+            raise BackendError(
+                "MODEL_NOT_SUPPORTED",
+                "expected a model without activation_sparsity_pattern for --tensor-parallel-size, got"
+                f" {model.config.model_type}; leave the flag out",
+                model_type=model.config.model_type,
+            )
         self._require_heads(model)
         head, num_cut = model.get_output_embeddings(), 0
         for name, parent, place, linear, style in list(_planned(model)):

@@ -125,6 +125,14 @@ def test_ranks_together_give_the_logits_of_the_whole_and_hold_parts(
         assert own_weights < weights * 0.8  # the rest is embeddings, which are in every rank
 
 
+def test_take_model_with_sparse_activations_is_refused() -> None:
+    """Gemma 3n keeps the largest of all activations of a layer, which no rank has."""
+    model = AutoModelForCausalLM.from_config(tiny_config("gemma3n"))
+    with pytest.raises(BackendError, match=r"without activation_sparsity_pattern .* got gemma3n_text") as caught:
+        lone_shard(2).take(model)
+    assert caught.value.reason == "MODEL_NOT_SUPPORTED"
+
+
 def test_partial_linear_adds_its_bias_once() -> None:
     linear = nn.Linear(6, 5)
     states = torch.randn(1, 3, 6, generator=torch.Generator().manual_seed(0))
