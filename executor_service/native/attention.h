@@ -154,13 +154,13 @@ struct Workspace {
 
 // One tile of scores to weights relative to the greatest score so far, and `scales`, what that does to earlier sums.
 // Query vector n is of the token at position `at` + n / share; the tile's first key is at `tile`.
-inline void soften(int count, int64_t at, int64_t share, int64_t window, int64_t tile, float scaling, float* scores, float* greatest,
+inline void soften(int count, int64_t at, int64_t share, const Rows& rows, int64_t tile, float scaling, float* scores, float* greatest,
                    float* total, float* scales) {
     for (int n = 0; n < count; n++) {
         const int64_t place = at + n / share;
         // Keys of this tile that the token sees: from `low` to below `high`.
         const int high = int(std::min<int64_t>(TILE, place + 1 - tile));
-        const int low = window ? int(std::max<int64_t>(0, place - window + 1 - tile)) : 0;
+        const int low = rows.window ? int(std::max<int64_t>(0, rows.first_seen(place) - tile)) : 0;
         Floats left = load(scores + n * TILE) * scaling, right = load(scores + n * TILE + LANES) * scaling;
         if (high < TILE || low > 0) {
             const Floats none = splat(-INFINITY);
@@ -238,7 +238,7 @@ __attribute__((noinline)) void attend_head(const Attention<T>& of, const Part& p
         own.total[n] = 0.0f;
     }
     const int64_t at = before + part.first, seen = before + part.last;
-    const int64_t oldest = rows.window ? std::max<int64_t>(0, at - rows.window + 1) : 0;
+    const int64_t oldest = rows.first_seen(at);
     Walk walk(rows, part.row, oldest);
     for (int64_t tile = oldest; tile < seen; tile += TILE) {
         int64_t slots[TILE];
@@ -246,7 +246,7 @@ __attribute__((noinline)) void attend_head(const Attention<T>& of, const Part& p
         read_tile(of.keys + head * dim, of.values + head * dim, width, slots, dim, own);
         for (int n = 0; n < count; n += GROUP)
             dispatch_score<GROUP>(std::min(GROUP, count - n), &own.queries[n * dim], own.keys.data(), dim, &own.scores[n * TILE]);
-        soften(count, at, share, rows.window, tile, of.scaling, own.scores.data(), own.most.data(), own.total.data(), own.scales.data());
+        soften(count, at, share, rows, tile, of.scaling, own.scores.data(), own.most.data(), own.total.data(), own.scales.data());
         for (int n = 0; n < count; n += GROUP)
             dispatch_accumulate<GROUP>(std::min(GROUP, count - n), &own.scores[n * TILE], own.values.data(), dim, &own.scales[n],
                                        &own.sums[n * dim]);
@@ -378,7 +378,7 @@ __attribute__((noinline)) void attend_part_pairs(const Attention<bfloat16>& of, 
     std::fill_n(own.most.begin(), part.heads * count, -INFINITY);
     std::fill_n(own.total.begin(), part.heads * count, 0.0f);
     const int64_t at = before + part.first, seen = before + part.last;
-    const int64_t oldest = rows.window ? std::max<int64_t>(0, at - rows.window + 1) : 0;
+    const int64_t oldest = rows.first_seen(at);
     Walk walk(rows, part.row, oldest);
     int64_t two[2][TILE];
     walk.next(int(std::min<int64_t>(TILE, seen - oldest)), two[0]);
@@ -399,7 +399,7 @@ __attribute__((noinline)) void attend_part_pairs(const Attention<bfloat16>& of, 
                 for (int i = 0; i < some; i++) places[i] = (n + i) / share * of.ld_q + (n + i) % share * dim;
                 dispatch_score_pairs<GROUP>(some, query + head * share * dim, places, own.keys.data(), dim, &own.scores[n * TILE]);
             }
-            soften(count, at, share, rows.window, tile, of.scaling, own.scores.data(), &own.most[all], &own.total[all], own.scales.data());
+            soften(count, at, share, rows, tile, of.scaling, own.scores.data(), &own.most[all], &own.total[all], own.scales.data());
             for (int n = 0; n < count; n += GROUP)
                 dispatch_accumulate_pairs<GROUP>(std::min(GROUP, count - n), &own.scores[n * TILE], own.values.data(), dim,
                                                  &own.scales[n], &own.sums[(all + n) * dim]);
