@@ -6,6 +6,7 @@ as the configuration tells; what only a forward pass tells is `model_runner.prob
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ from executor_service.model_runner import ATTENTION_NAME
 
 _HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer.model", *TOKENIZER_FILES]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# transformers makes modules without memory by changing torch for the whole process: one model at a time.
+_READING = threading.Lock()
 
 _log = structlog.get_logger(__name__)
 
@@ -219,23 +223,26 @@ def resolve_max_model_len(config: PreTrainedConfig, asked: int | None) -> int:
 
 def _read_weights(folder: Path, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     """Weights through transformers, on the CPU: mapped from the files where their type is the one wanted."""
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        return AutoModelForCausalLM.from_pretrained(  # type: ignore[no-any-return]
-            folder,
-            config=config,
-            dtype=_DTYPES.get(dtype, "auto"),
-            attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise BackendError(
-            "MODEL_NOT_READABLE", f"expected a model that transformers can load in {folder}, got {error}", model=folder
-        ) from error
-    finally:
-        if bars:
-            transformers_logging.enable_progress_bar()
+    with _READING:
+        bars = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()
+        try:
+            return AutoModelForCausalLM.from_pretrained(  # type: ignore[no-any-return]
+                folder,
+                config=config,
+                dtype=_DTYPES.get(dtype, "auto"),
+                attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,
+            )
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+            raise BackendError(
+                "MODEL_NOT_READABLE",
+                f"expected a model that transformers can load in {folder}, got {error}",
+                model=folder,
+            ) from error
+        finally:
+            if bars:
+                transformers_logging.enable_progress_bar()
 
 
 def _derived_name(source: str) -> str:
