@@ -22,7 +22,7 @@ from kvmanager_service.core.block import KVCacheBlock
 from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import default_hash, hash_block_tokens
 from kvmanager_service.core.block_pool import BlockPool
-from kvmanager_service.core.kv_cache_coordinator import make_kv_cache
+from kvmanager_service.core.kv_cache import make_kv_cache
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.kv_groups import FullAttention, KVGroup, SlidingWindow
 from kvmanager_service.core.request import NewRequest, Request, StopRules

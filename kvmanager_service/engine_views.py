@@ -12,7 +12,7 @@ from typing import overload
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.core.group_key import group_of
-from kvmanager_service.core.kv_cache_coordinator import KVCache, num_groups
+from kvmanager_service.core.kv_cache import KVCache, num_groups
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix, PinnedPrefixes
 from kvmanager_service.core.request import Request, RequestStatus
 from kvmanager_service.core.scheduler import Scheduler

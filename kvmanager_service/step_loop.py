@@ -23,7 +23,7 @@ from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.block_history import BlockHistory
 from kvmanager_service.core.errors import BadResultError, CoreError
 from kvmanager_service.core.fair_queue import FairWeights
-from kvmanager_service.core.kv_cache_coordinator import make_kv_cache, table_sizes
+from kvmanager_service.core.kv_cache import make_kv_cache, table_sizes
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import FinishReason, NewRequest, Request, RequestOutput
 from kvmanager_service.core.scheduler import Scheduler

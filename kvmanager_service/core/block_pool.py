@@ -16,7 +16,7 @@ Invariants (`check_integrity`):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_events import BlockEventLog
@@ -24,38 +24,9 @@ from kvmanager_service.core.block_hash import BlockHash
 from kvmanager_service.core.block_history import BlockHistory, BlockMoment
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
 from kvmanager_service.core.group_key import group_of
-from kvmanager_service.core.retention import RetentionRange
+from kvmanager_service.core.step_fills import StepFills
 
 NULL_BLOCK_ID = 0
-
-
-class _StepFill:
-    """What an outstanding step fills: blocks[i] with contents[i]; parents before children.
-
-    Rows fill one block after the other, so whose they are is kept by row: those before ends[0] are owners[0]'s, those
-    from there on and before ends[1] are owners[1]'s, and so on.
-    """
-
-    __slots__ = ("blocks", "contents", "ends", "owners")
-
-    def __init__(self) -> None:
-        self.blocks: list[KVCacheBlock] = []
-        self.contents: list[BlockContent] = []
-        self.owners: list[int] = []
-        self.ends: list[int] = []
-
-    def end_row(self, owner: int) -> None:
-        """All that was added since the last row is this owner's."""
-        self.owners.append(owner)
-        self.ends.append(len(self.blocks))
-
-    def of_owner(self, owner: int) -> Iterator[tuple[KVCacheBlock, BlockContent]]:
-        """What an owner's rows fill."""
-        start = 0
-        for row_owner, end in zip(self.owners, self.ends, strict=True):
-            if row_owner == owner:
-                yield from zip(self.blocks[start:end], self.contents[start:end], strict=True)
-            start = end
 
 
 class BlockPool:
@@ -94,7 +65,7 @@ class BlockPool:
         self.num_evictions = 0
         self.num_shared_changes = 0
         self.next_serial = 1
-        self._provisional: dict[int, _StepFill] = {}
+        self._provisional = StepFills()
         self.history = history
         self._events = events
         if events is not None:
@@ -163,16 +134,6 @@ class BlockPool:
     def retain(self, blocks: Iterable[KVCacheBlock], priority: int, duration: float) -> None:
         """It asks for these of its blocks to be kept: tell the eviction policy. See `EvictionPolicy.retain`."""
         self.free_block_queue.retain(blocks, priority, duration)
-
-    def retain_ranges(
-        self, blocks: Sequence[KVCacheBlock], first: int, block_size: int, ranges: Iterable[RetentionRange]
-    ) -> None:
-        """The same for each range of tokens, of blocks that are, or were, a table from entry `first` on."""
-        end = first + len(blocks)
-        for one in ranges:
-            start, stop = one.start // block_size, -(-min(one.stop, end * block_size) // block_size)
-            if start < end and stop > first:
-                self.retain(blocks[max(0, start - first) : stop - first], one.priority, one.duration)
 
     def advance(self, now: float) -> None:
         """The time, in seconds that never fall, for durations asked of `retain`. Told before blocks are handed out."""
@@ -365,12 +326,7 @@ class BlockPool:
             for block, content in zip(blocks, contents, strict=True):
                 self._note(block, content, moment, provisional_step)
         if provisional_step:
-            fill = self._provisional.get(provisional_step)
-            if fill is None:
-                fill = self._provisional[provisional_step] = _StepFill()
-            fill.blocks += blocks
-            fill.contents += contents
-            fill.end_row(owner)
+            self._provisional.add_row(provisional_step, blocks, contents, owner)
         elif self._events is not None:
             for block, content in zip(blocks, contents, strict=True):
                 self._events.stored(block.block_id, content)
@@ -382,7 +338,7 @@ class BlockPool:
             The blocks committed; those evicted since are not among them.
         """
         committed: list[KVCacheBlock] = []
-        fill = self._provisional.pop(step_id, None)
+        fill = self._provisional.pop(step_id)
         if fill is None:
             return committed
         events = self._events
@@ -398,13 +354,8 @@ class BlockPool:
 
     def provisional_blocks_of(self, owner: int, first_step: int) -> list[KVCacheBlock]:
         """Blocks that an owner's rows fill in first_step or later, as far as those are outstanding."""
-        return [
-            block
-            for step_id, fill in self._provisional.items()
-            if step_id >= first_step
-            for block, content in fill.of_owner(owner)
-            if block.content is content
-        ]
+        fills = self._provisional.blocks_of(owner, first_step)
+        return [block for block, content in fills if block.content is content]
 
     def distrust(self, blocks: Iterable[KVCacheBlock]) -> set[KVCacheBlock]:
         """Forget what blocks hold, wherever else it is held, and what outstanding steps compute from it.
@@ -415,10 +366,9 @@ class BlockPool:
             All blocks that lost their content.
         """
         distrusted = self._forget({block.content for block in blocks if block.content is not None})
-        for fill in self._provisional.values():
-            for block, content in zip(fill.blocks, fill.contents, strict=True):
-                if block.content is content and content.is_orphan:
-                    distrusted |= self._forget((content,))
+        for block, content in self._provisional.blocks():
+            if block.content is content and content.is_orphan:
+                distrusted |= self._forget((content,))
         return distrusted
 
     def _forget(self, contents: Iterable[BlockContent]) -> set[KVCacheBlock]:
@@ -431,11 +381,10 @@ class BlockPool:
     def forget_provisional(self) -> int:
         """Steps were lost: un-hash every provisional block. Returns how many."""
         forgotten = 0
-        for fill in self._provisional.values():
-            for block, content in zip(fill.blocks, fill.contents, strict=True):
-                if block.content is content and block.provisional_step:
-                    self._empty(block)
-                    forgotten += 1
+        for block, content in self._provisional.blocks():
+            if block.content is content and block.provisional_step:
+                self._empty(block)
+                forgotten += 1
         self._provisional.clear()
         return forgotten
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.core.forks import require_common
-from kvmanager_service.core.kv_cache_coordinator import KVCache
+from kvmanager_service.core.kv_cache import KVCache
 from kvmanager_service.core.request import Request, RequestStatus
 from kvmanager_service.core.request_book import RequestBook
 from kvmanager_service.core.step import ScheduledRow, Step

@@ -103,6 +103,16 @@ class GroupHits:
         assert block.content is not None
         return next((other for other in block.content.blocks if not other.provisional_step), None)
 
+    def cached_blocks(self, request: Request) -> list[KVCacheBlock]:
+        """All blocks of the request's prefixes that are cached, in all groups; those its windows have left, too."""
+        num_tokens = len(request.contents) * self.prefix_size
+        return [
+            block
+            for group_index, group in enumerate(self._groups)
+            for index in range(num_tokens // group.block_size)
+            if (block := self._pool.get_cached_block(*self.key_of(request, group_index, index))) is not None
+        ]
+
     def key_of(
         self, request: Request, group_index: int, index: int
     ) -> tuple[BlockHash, BlockContent | None, bytes, bytes]:

@@ -12,24 +12,70 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvmanager_service.core.block import KVCacheBlock
+from kvmanager_service.core.block_history import BlockMoment
+from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.group_hits import GroupHits
-from kvmanager_service.core.kv_groups import KVGroup
+from kvmanager_service.core.kv_groups import KVGroup, TableEntry
+from kvmanager_service.core.release import give_back_tables
 from kvmanager_service.core.request import Request
 
 
 class GroupSwaps:
-    """Finds what is to be copied.
+    """Finds what is to be copied, and holds it meanwhile.
 
     Args:
+        pool: where the blocks are.
         groups: as in the coordinator.
         hits: what finds blocks that a window has left.
     """
 
-    __slots__ = ("_groups", "_hits")
+    __slots__ = ("_groups", "_hits", "_pool")
 
-    def __init__(self, groups: Sequence[KVGroup], hits: GroupHits) -> None:
+    def __init__(self, pool: BlockPool, groups: Sequence[KVGroup], hits: GroupHits) -> None:
+        self._pool = pool
         self._groups = list(groups)
         self._hits = hits
+
+    def num_shared_tokens(self, request: Request) -> int:
+        """Tokens of its prefix that others reference, too, in all groups of full attention.
+
+        Where a window begins, nobody else need be: so it is said to be none where all groups have one.
+        """
+        shared = [
+            self._num_shared_tokens(request, index) for index, group in enumerate(self._groups) if group.reach is None
+        ]
+        return min(shared, default=0)
+
+    def _num_shared_tokens(self, request: Request, group_index: int) -> int:
+        shared = 0
+        for block in request.tables[group_index].blocks:
+            if block.ref_cnt == 1:
+                break
+            shared += self._groups[group_index].block_size
+        return shared
+
+    def detach(self, request: Request, num_tokens: int) -> list[KVCacheBlock] | None:
+        """Take a request's tables, but hold what its token at num_tokens reads.
+
+        Returns:
+            The blocks of `GroupHits.entries`, None when one of them is not there any more; then nothing has changed.
+        """
+        found = self.blocks_read_at(request, num_tokens)
+        if found is None:
+            return None
+        from_cache = [block for block, is_held in found if not is_held]
+        self._pool.touch(from_cache)
+        kept = [block for block, _ in found]
+        give_back_tables(self._pool, request, self._groups, kept=set(kept).difference(from_cache))
+        request.tables = []
+        return kept
+
+    def give_back(self, request: Request, entries: Sequence[TableEntry], blocks: list[KVCacheBlock]) -> None:
+        """Take back what `detach` returned, given the entries it was of."""
+        self._pool.free_blocks(reversed(blocks))
+        if self._pool.history is not None:
+            for (group_index, _), block in zip(entries, blocks, strict=True):
+                self._pool.history.note_table(request.request_id, group_index, (block,), BlockMoment.FREED)
 
     def blocks_read_at(self, request: Request, num_tokens: int) -> list[tuple[KVCacheBlock, bool]] | None:
         """What a running request needs to go on at position num_tokens, which may be before what it has computed.

@@ -4,32 +4,35 @@ Station: takes the place of `KVCacheManager` where a model has more than one gro
 `make_kv_cache` chooses. The scheduler asks both the same. One `BlockPool` serves all groups, so a block's id says
 nothing of its group; what a group needs is for `kv_groups` to know.
 
-    request ─▶ contents: its prefixes, one per `prefix_size` tokens, the same for all groups (`PrefixLedger`)
+    request ─▶ contents: its prefixes, one per `prefix_size` tokens, the same for all groups (`GroupPrefixes`)
             └▶ tables: one `GroupTable` per group; entry i's content is (group, prefix at the entry's start, tokens)
 
-A hit is a length that all groups agree on, see `group_hits`: a multiple of all block sizes, never the whole sequence.
+Here tables grow and become findable. How they begin is for `GroupAdmission` to say, how long a hit is for `GroupHits`;
+`GroupForks` forks them, `GroupSwaps` takes them to the host, and `release` gives them back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from kvmanager_service.core.adoption import TaggedBlock
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_events import BlockEventLog
-from kvmanager_service.core.block_hash import BlockHash, HashFunction, default_hash, hash_block_tokens
+from kvmanager_service.core.block_hash import BlockHash, HashFunction, default_hash
 from kvmanager_service.core.block_history import BlockHistory, BlockMoment
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.copy_on_write import CopyOnWrite
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY
+from kvmanager_service.core.group_admission import GroupAdmission
 from kvmanager_service.core.group_adoption import GroupAdoption
 from kvmanager_service.core.group_forks import GroupForks
-from kvmanager_service.core.group_hits import GroupHits, GroupLookup
+from kvmanager_service.core.group_hits import GroupHits
+from kvmanager_service.core.group_prefixes import GroupPrefixes
 from kvmanager_service.core.group_swaps import GroupSwaps
-from kvmanager_service.core.kv_cache_manager import NONE_LEAVING, KVCacheManager
-from kvmanager_service.core.kv_groups import FullAttention, GroupTable, KVGroup, TableEntry
-from kvmanager_service.core.prefix_ledger import PrefixLedger
+from kvmanager_service.core.kv_cache_manager import NONE_LEAVING
+from kvmanager_service.core.kv_groups import KVGroup, TableEntry
+from kvmanager_service.core.release import give_back_tables
 from kvmanager_service.core.request import Request
 from kvmanager_service.core.step import BlockCopy
 
@@ -51,6 +54,7 @@ class KVCacheCoordinator:
         hits: finds what is cached, and says what names a content.
         block_size: tokens that every hit is a multiple of.
         prefix_size: tokens per prefix.
+        prefixes: those of requests.
         copies: orders them for the next step; `take_copies` takes them.
 
     Invariants (`check_integrity`):
@@ -83,59 +87,22 @@ class KVCacheCoordinator:
         self.hits = GroupHits(self.pool, groups, hash_function)
         self.block_size = self.hits.block_size
         self.prefix_size = self.hits.prefix_size
-        self.ledger = PrefixLedger(self.pool)
+        self.prefixes = GroupPrefixes(self.pool, self.prefix_size, hash_function)
+        self._admission = GroupAdmission(
+            self.pool, groups, self.hits, self.prefixes, longest_chunk=longest_chunk, enable_caching=enable_caching
+        )
         self._forks = GroupForks(self.pool, self.groups, self.prefix_size, self.copies)
-        self._swaps = GroupSwaps(self.groups, self.hits)
-        self._full_groups = [index for index, group in enumerate(groups) if group.reach is None]
-        self._requests_with_prefixes: dict[int, Request] = {}
+        self._swaps = GroupSwaps(self.pool, self.groups, self.hits)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Most blocks of all groups that a request holds on its way to num_tokens tokens."""
         return sum(group.most_blocks(num_tokens, self.longest_chunk) for group in self.groups)
 
-    # --- hits -----------------------------------------------------------------------------------------------------
+    # --- tables begin ---------------------------------------------------------------------------------------------
 
     def longest_hit(self, request: Request) -> int:
         """The longest cached prefix, in tokens, from which all groups of a request without blocks can go on."""
-        return self._search(request, self.hits.lookups(request))
-
-    def _search(self, request: Request, lookups: list[GroupLookup]) -> int:
-        if not self.enable_caching:
-            return 0
-        self._update_prefixes(request)
-        return self.hits.longest(request, lookups)
-
-    def _update_prefixes(self, request: Request) -> None:
-        """Let `contents` be the request's prefixes, as long as its tokens are known."""
-        prefixes, hashes, size = request.contents, request.block_hashes, self.prefix_size
-        if prefixes and prefixes[-1].block is None:
-            prefixes.clear()  # they were forgotten
-        count = request.num_tokens // size
-        if len(prefixes) == count or not request.is_cacheable:
-            return
-        if self.ledger.needs_sweep:
-            self._sweep()
-        self._requests_with_prefixes[request.arrival_seq] = request
-        for index in range(len(prefixes), count):
-            parent = prefixes[-1] if prefixes else None
-            tokens = request.tokens(index * size, (index + 1) * size)
-            extra_keys = request.keys_of_block(index, size)
-            if index == len(hashes):
-                hashes.append(hash_block_tokens(self.hash_function, hashes[-1] if hashes else None, tokens, extra_keys))
-            prefix = self.ledger.extend(parent, hashes[index], tokens, extra_keys)
-            if prefix is None:
-                request.is_cacheable = False
-                return
-            prefixes.append(prefix)
-
-    def _sweep(self) -> None:
-        needed = {block.content.serial for block in self.pool.blocks if block.content is not None}
-        for request in self._requests_with_prefixes.values():
-            if request.contents:
-                needed.add(request.contents[-1].serial)
-        self.ledger.sweep(needed)
-
-    # --- tables grow, and move ------------------------------------------------------------------------------------
+        return self._admission.longest_hit(request)
 
     def allocate_sequence(self, request: Request, reserve: int = 0) -> bool:
         """Give a request without blocks those of its whole known sequence, as many as can be from the cache.
@@ -150,45 +117,7 @@ class KVCacheCoordinator:
         Returns:
             False when too few blocks are free; then nothing at all has changed.
         """
-        if not self._may_fit(request, reserve):
-            return False
-        hit, beginnings = self._lay_out(request)
-        if _num_taken(beginnings) + reserve > self.pool.num_free_blocks:
-            return False
-        for beginning in beginnings:
-            self.pool.touch(beginning.found)
-        for group_index, beginning in enumerate(beginnings):
-            table = GroupTable(self.groups[group_index], self.pool.null_block, beginning.first)
-            table.extend(beginning.found)
-            table.cached_to(len(table.blocks))
-            new = self.pool.get_new_blocks(beginning.num_new)
-            table.extend(new)
-            request.tables.append(table)
-            if self.pool.history is not None:
-                self.pool.history.note_table(request.request_id, group_index, beginning.found, BlockMoment.HIT)
-                self.pool.history.note_table(request.request_id, group_index, new, BlockMoment.ALLOCATED)
-        request.num_computed_tokens = hit
-        return True
-
-    def _lay_out(self, request: Request) -> tuple[int, list[_Beginning]]:
-        """How the tables of a request without blocks would begin: tokens hit, and what each table takes."""
-        lookups = self.hits.lookups(request)
-        hit = self._search(request, lookups)
-        start = max(hit, request.num_swapped_tokens)
-        known = min(start, len(request.contents) * self.prefix_size)
-        beginnings = []
-        for group, lookup in zip(self.groups, lookups, strict=True):
-            first = group.first_needed_block(start)
-            found: list[KVCacheBlock] = []
-            for index in range(first, known // group.block_size):
-                block = lookup.block(index)
-                if block is None:
-                    break
-                found.append(block)
-            assert start > hit or len(found) == hit // group.block_size - first
-            end = group.table_end(start, request.num_tokens, self.longest_chunk)
-            beginnings.append(_Beginning(first, found, end - first - len(found)))
-        return hit, beginnings
+        return self._admission.admit(request, reserve)
 
     def num_lacking(self, request: Request, num_tokens: int) -> int:
         """Free blocks that are too few for its tables to hold what it takes to reach num_tokens; 0 where they do.
@@ -196,34 +125,14 @@ class KVCacheCoordinator:
         Of a request without blocks num_tokens is all that are known.
         """
         is_running = bool(request.tables)
-        needed = self.num_new_blocks(request, num_tokens) if is_running else _num_taken(self._lay_out(request)[1])
+        needed = self.num_new_blocks(request, num_tokens) if is_running else self._admission.num_needed(request)
         return max(0, needed - self.pool.num_free_blocks)
 
     def hit_blocks(self, request: Request) -> set[KVCacheBlock]:
         """What a request without blocks would be given from the cache."""
-        return {block for beginning in self._lay_out(request)[1] for block in beginning.found}
+        return self._admission.hit_blocks(request)
 
-    def _may_fit(self, request: Request, reserve: int) -> bool:
-        """Whether a waiting request may find room. A no is certain, and soon found, however long its prefix is.
-
-        Of full attention it needs a block for each block_size tokens. Those that lack must be in tables of others, and
-        whoever holds one holds all before it, in all groups of full attention.
-        """
-        groups, full = self.groups, self._full_groups
-        lacking = sum(groups[index].num_blocks_for(request.num_tokens) for index in full) + reserve
-        lacking -= self.pool.num_free_blocks
-        if lacking <= 0:
-            return True
-        if not self.enable_caching:
-            return False
-        self._update_prefixes(request)
-        at_least = -(-lacking // len(full)) if full else 0
-        for index in full:
-            stop = at_least * groups[index].block_size
-            is_known = stop < request.num_tokens and stop <= len(request.contents) * self.prefix_size
-            if is_known and self.pool.may_be_held(self.hits.hash_of(request, index, stop)):
-                return True
-        return not full
+    # --- tables grow, and move ------------------------------------------------------------------------------------
 
     def allocate_slots(self, request: Request, num_tokens: int) -> bool:
         """Let a running request's tables hold what its next tokens, up to num_tokens, read, and have what they write.
@@ -317,7 +226,7 @@ class KVCacheCoordinator:
         """
         self._forks.fork(parent, child, num_tokens)
         if child.contents:
-            self._requests_with_prefixes[child.arrival_seq] = child
+            self.prefixes.keep(child)
 
     def take_copies(self) -> list[BlockCopy]:
         """The copies that the step being made must order before its rows write."""
@@ -340,7 +249,7 @@ class KVCacheCoordinator:
         for group_index, table in enumerate(request.tables):
             if num_filled < table.full_at:
                 continue
-            self._update_prefixes(request)
+            self.prefixes.update(request)
             for index in range(table.num_cached, num_filled // self.groups[group_index].block_size):
                 table.cached_to(index + 1)
                 if index < table.first:
@@ -374,19 +283,8 @@ class KVCacheCoordinator:
         return self.hits.entries(num_tokens)
 
     def num_shared_tokens(self, request: Request) -> int:
-        """Tokens of its prefix that others reference, too, in all groups of full attention.
-
-        Where a window begins, nobody else need be: so it is said to be none where all groups have one.
-        """
-        return min([self._num_shared_tokens(request, index) for index in self._full_groups], default=0)
-
-    def _num_shared_tokens(self, request: Request, group_index: int) -> int:
-        shared = 0
-        for block in request.tables[group_index].blocks:
-            if block.ref_cnt == 1:
-                break
-            shared += self.groups[group_index].block_size
-        return shared
+        """Tokens of its prefix that others reference, too; see `GroupSwaps.num_shared_tokens`."""
+        return self._swaps.num_shared_tokens(request)
 
     def detach(self, request: Request, num_tokens: int) -> list[KVCacheBlock] | None:
         """Take the tables from a request that is about to be freed; what its token at num_tokens reads stays held.
@@ -395,22 +293,11 @@ class KVCacheCoordinator:
             The blocks of `entries`; `give_back_detached` takes them when they are not needed any more. None when one of
             them is not there any more, see `GroupSwaps`; then nothing has changed.
         """
-        found = self._swaps.blocks_read_at(request, num_tokens)
-        if found is None:
-            return None
-        from_cache = [block for block, is_held in found if not is_held]
-        self.pool.touch(from_cache)
-        kept = [block for block, _ in found]
-        self._give_back(request, kept=set(kept).difference(from_cache))
-        request.tables = []
-        return kept
+        return self._swaps.detach(request, num_tokens)
 
     def give_back_detached(self, request: Request, entries: Sequence[TableEntry], blocks: list[KVCacheBlock]) -> None:
         """Take back what `detach` returned, given the entries it was of."""
-        self.pool.free_blocks(reversed(blocks))
-        if self.pool.history is not None:
-            for (group_index, _), block in zip(entries, blocks, strict=True):
-                self.pool.history.note_table(request.request_id, group_index, (block,), BlockMoment.FREED)
+        self._swaps.give_back(request, entries, blocks)
 
     def resume(self, request: Request, num_tokens: int) -> list[tuple[int, KVCacheBlock]]:
         """Let a request that was admitted for it go on at num_tokens, beyond what was hit.
@@ -425,11 +312,7 @@ class KVCacheCoordinator:
 
     def name_of(self, request: Request, entry: TableEntry) -> BlockHash:
         """The hash of an entry of a request's tables, whether or not it has any; its tokens are known."""
-        hashes, size = request.block_hashes, self.prefix_size
-        for index in range(len(hashes), request.num_tokens // size):
-            tokens = request.tokens(index * size, (index + 1) * size)
-            keys = request.keys_of_block(index, size)
-            hashes.append(hash_block_tokens(self.hash_function, hashes[-1] if hashes else None, tokens, keys))
+        self.prefixes.update_hashes(request)
         return self.hits.name_of(request, entry)
 
     def filled_block(self, request: Request, entry: TableEntry, before: BlockContent | None) -> KVCacheBlock | None:
@@ -441,50 +324,24 @@ class KVCacheCoordinator:
             before: what the entry before it holds; of no concern here, since the ledger proves what comes before.
         """
         request.is_cacheable = True  # whatever has the hash of a prefix of it may be gone by now
-        self._update_prefixes(request)
+        self.prefixes.update(request)
         return self.hits.filled_block(request, entry)
 
     def forget_request(self, request: Request) -> None:
         """Nobody asks for what this request would hit any more."""
-        self._requests_with_prefixes.pop(request.arrival_seq, None)
+        self.prefixes.drop(request)
 
     # --- blocks come back -----------------------------------------------------------------------------------------
 
     def free(self, request: Request) -> None:
         """Take all blocks of all groups back, the deepest first, so that the deepest part of a prefix goes first."""
-        self._give_back(request)
+        give_back_tables(self.pool, request, self.groups)
         request.tables = []
         request.contents = []
         request.is_cacheable = True
         request.may_share_tail = False
         request.num_computed_tokens = 0
-        self._requests_with_prefixes.pop(request.arrival_seq, None)
-
-    def _give_back(self, request: Request, kept: Collection[KVCacheBlock] = ()) -> None:
-        """Drop the tables' references, the deepest first, but for those of the blocks that are kept."""
-        held = [
-            (-(index + 1) * group.block_size, block)
-            for group, table in zip(self.groups, request.tables, strict=False)
-            for index, block in enumerate(table.blocks)
-            if index >= table.first
-        ]
-        held.sort(key=_depth)
-        blocks = [block for _, block in held]
-        self.pool.note_use(blocks)
-        self._retain(request, blocks)
-        self.pool.free_blocks([block for block in blocks if block not in kept] if kept else blocks)
-        if self.pool.history is not None:
-            for group_index, table in enumerate(request.tables):
-                freed = [block for block in table.blocks[table.first :] if block not in kept]
-                self.pool.history.note_table(request.request_id, group_index, freed, BlockMoment.FREED)
-
-    def _retain(self, request: Request, blocks: list[KVCacheBlock]) -> None:
-        if request.retention is None:
-            self.pool.retain(blocks, request.retention_priority, 0.0)
-            return
-        for group, table in zip(self.groups, request.tables, strict=False):
-            held = table.blocks[table.first :]
-            self.pool.retain_ranges(held, table.first, group.block_size, request.retention)
+        self.prefixes.drop(request)
 
     def frees_a_block(self, request: Request) -> bool:
         """Whether `free` would put at least one block back into the free queue."""
@@ -505,22 +362,13 @@ class KVCacheCoordinator:
         blocks = self.pool.provisional_blocks_of(request.arrival_seq, step_id)
         serials = {block.content.serial for block in blocks if block.content is not None}
         if with_table:
-            blocks += self._cached_blocks_of_prefix(request)
+            blocks += self.hits.cached_blocks(request)
             blocks += [block for table in request.tables for block in table.blocks]
             serials.update(prefix.serial for prefix in request.contents[:1])
             request.contents = []
             request.is_cacheable = False
-        self.ledger.forget(serials)
+        self.prefixes.forget(serials)
         return self.pool.distrust(blocks)
-
-    def _cached_blocks_of_prefix(self, request: Request) -> list[KVCacheBlock]:
-        num_tokens = len(request.contents) * self.prefix_size
-        return [
-            block
-            for group_index, group in enumerate(self.groups)
-            for index in range(num_tokens // group.block_size)
-            if (block := self.pool.get_cached_block(*self.hits.key_of(request, group_index, index))) is not None
-        ]
 
     def relies_on(self, request: Request, distrusted: set[KVCacheBlock]) -> bool:
         """Whether a running request computed from what `distrust` returned, though a window may have left it since."""
@@ -534,7 +382,7 @@ class KVCacheCoordinator:
         if not self.enable_caching:
             return 0
         sizes = {key: group.block_size for key, group in zip(self.hits.group_keys, self.groups, strict=True)}
-        return GroupAdoption(self.pool, self.ledger, sizes, self.prefix_size, self.hash_function).adopt(tagged)
+        return GroupAdoption(self.pool, self.prefixes.ledger, sizes, self.prefix_size, self.hash_function).adopt(tagged)
 
     # --- checks ---------------------------------------------------------------------------------------------------
 
@@ -573,76 +421,3 @@ class KVCacheCoordinator:
                 yield table.blocks
             longest = max(request.num_tokens, request.num_computed_tokens)
             assert held <= self.num_blocks_for(longest), f"{request!r} holds {held} blocks"
-
-
-KVCache = KVCacheManager | KVCacheCoordinator
-"""What a scheduler works on."""
-
-
-def make_kv_cache(
-    num_blocks: int,
-    groups: Sequence[KVGroup],
-    *,
-    longest_chunk: int,
-    enable_caching: bool = True,
-    hash_function: HashFunction = default_hash,
-    eviction_policy: str = DEFAULT_EVICTION_POLICY,
-    events: BlockEventLog | None = None,
-    history: BlockHistory | None = None,
-) -> KVCache:
-    """The books for a model's groups: a single one of full attention needs no coordinator. See `KVCacheCoordinator`."""
-    if needs_no_coordinator(groups):
-        return KVCacheManager(
-            num_blocks,
-            groups[0].block_size,
-            enable_caching=enable_caching,
-            hash_function=hash_function,
-            eviction_policy=eviction_policy,
-            events=events,
-            history=history,
-        )
-    return KVCacheCoordinator(
-        num_blocks,
-        groups,
-        longest_chunk=longest_chunk,
-        enable_caching=enable_caching,
-        hash_function=hash_function,
-        eviction_policy=eviction_policy,
-        events=events,
-        history=history,
-    )
-
-
-def needs_no_coordinator(groups: Sequence[KVGroup]) -> bool:
-    """Whether there is one group, of full attention."""
-    return len(groups) == 1 and isinstance(groups[0], FullAttention)
-
-
-def table_sizes(kv: KVCache) -> list[int]:
-    """By group, tokens per entry of its tables. None where requests have their one table in `blocks`."""
-    return [group.block_size for group in kv.groups] if isinstance(kv, KVCacheCoordinator) else []
-
-
-def num_groups(kv: KVCache) -> int:
-    """How many KV groups there are."""
-    return len(kv.groups) if isinstance(kv, KVCacheCoordinator) else 1
-
-
-class _Beginning:
-    """One table of a request that is about to be admitted: null entries, blocks found in the cache, new ones."""
-
-    __slots__ = ("first", "found", "num_new")
-
-    def __init__(self, first: int, found: list[KVCacheBlock], num_new: int) -> None:
-        self.first = first
-        self.found = found
-        self.num_new = num_new
-
-
-def _num_taken(beginnings: Iterable[_Beginning]) -> int:
-    """Free blocks that these take, those among them that are found free."""
-    return sum(one.num_new + sum(block.ref_cnt == 0 for block in one.found) for one in beginnings)
-
-
-def _depth(held: tuple[int, KVCacheBlock]) -> int:
-    return held[0]

@@ -24,6 +24,7 @@ from kvmanager_service.core.copy_on_write import CopyOnWrite
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY
 from kvmanager_service.core.forks import require_forkable
 from kvmanager_service.core.kv_groups import TableEntry
+from kvmanager_service.core.release import give_back
 from kvmanager_service.core.request import TOKEN_BYTES, Request
 from kvmanager_service.core.step import BlockCopy
 
@@ -364,17 +365,7 @@ class KVCacheManager:
 
     def give_back(self, request: Request, blocks: list[KVCacheBlock], first: int = 0) -> None:
         """Take back blocks that are, or were, a request's table from entry `first` on, the deepest first."""
-        self.pool.note_use(blocks)
-        self._retain(request, blocks, first)
-        self.pool.free_blocks(reversed(blocks))
-        self._note(request, blocks, BlockMoment.FREED)
-
-    def _retain(self, request: Request, blocks: list[KVCacheBlock], first: int) -> None:
-        """Pass on what the request asks for these blocks, which are its table from entry `first` on."""
-        if request.retention is None:
-            self.pool.retain(blocks, request.retention_priority, 0.0)
-            return
-        self.pool.retain_ranges(blocks, first, self.block_size, request.retention)
+        give_back(self.pool, request, blocks, first, self.block_size)
 
     def distrust(self, request: Request, step_id: int, *, with_table: bool) -> set[KVCacheBlock]:
         """Un-hash blocks whose content a failed row put in doubt.

@@ -30,7 +30,7 @@ from typing import Final
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_hash import BlockHash
 from kvmanager_service.core.errors import DuplicatePinError, InvalidRequestError, PinLimitError, UnknownPinError
-from kvmanager_service.core.kv_cache_coordinator import KVCache
+from kvmanager_service.core.kv_cache import KVCache
 from kvmanager_service.core.kv_groups import TableEntry
 from kvmanager_service.core.request import TOKEN_BYTES, NewRequest, Request, StopRules
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from kvmanager_service.core.errors import InvalidRequestError, PoolExhaustedError
-from kvmanager_service.core.kv_cache_coordinator import KVCache
+from kvmanager_service.core.kv_cache import KVCache
 from kvmanager_service.core.request import Request
 
 

@@ -81,7 +81,8 @@ class NewRequest:
         prompt: the prompt's token ids as little-endian int32 bytes.
         resumed: output tokens of an earlier stream, in the same form; they count as output and are not emitted.
         seed: the random seed, drawn by the caller when the client set none.
-        arrival_time: seconds on the caller's clock; orders requests of one priority.
+        arrival_time: seconds on the caller's clock. Only for who looks at requests: it orders listings and tells ages,
+            while the core goes by the order in which it accepted them.
         tenant: whose request it is, for the fair policy; empty is a tenant, too.
         is_isolated: whether only requests of the same tenant share its blocks.
         lora: the adapter it runs with; None is the model itself.
@@ -189,6 +190,9 @@ class Request:
     """A request the scheduler owns.
 
     Attributes:
+        arrival_seq: the number it was accepted under: no two have the same, and a later one has a higher. It orders
+            requests of one priority, and names the owner of what a step fills.
+        arrival_time: as `NewRequest.arrival_time`; no decision goes by it.
         token_bytes: known tokens, prompt then output, little-endian int32; none once it has ended.
         num_tokens: how many tokens are known.
         num_pending_tokens: tokens being sampled by outstanding steps: their ids are not known yet.

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvmanager_service.core.block import KVCacheBlock
-from kvmanager_service.core.kv_cache_coordinator import KVCache
+from kvmanager_service.core.kv_cache import KVCache
 from kvmanager_service.core.pinned_prefixes import PinnedPrefixes
 from kvmanager_service.core.request import Request
 from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig

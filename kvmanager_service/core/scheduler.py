@@ -23,7 +23,7 @@ from typing import Final
 
 from kvmanager_service.core import branches
 from kvmanager_service.core.errors import BadResultError, CoreError, PoolInUseError
-from kvmanager_service.core.kv_cache_coordinator import KVCache
+from kvmanager_service.core.kv_cache import KVCache
 from kvmanager_service.core.pool_limit import has_outgrown, outgrown_error, require_fit
 from kvmanager_service.core.request import (
     TOKEN_BYTES,

@@ -9,7 +9,7 @@ its tokens count as computed.
 
 from __future__ import annotations
 
-from kvmanager_service.core.kv_cache_coordinator import KVCache
+from kvmanager_service.core.kv_cache import KVCache
 from kvmanager_service.core.request import Request
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import Branch, ScheduledRow, Step

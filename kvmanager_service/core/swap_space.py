@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
 
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
-from kvmanager_service.core.kv_cache_coordinator import KVCache
+from kvmanager_service.core.kv_cache import KVCache
 from kvmanager_service.core.kv_groups import TableEntry
 from kvmanager_service.core.request import Request, RequestStatus
 from kvmanager_service.core.step import BlockCopy, CopyDirection, SchedulerStats, Step, StepResult

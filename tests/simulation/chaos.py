@@ -34,7 +34,8 @@ from kvmanager_service.core.errors import (
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
 from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan, request_keys
 from kvmanager_service.core.group_key import group_key
-from kvmanager_service.core.kv_cache_coordinator import KVCache, KVCacheCoordinator
+from kvmanager_service.core.kv_cache import KVCache
+from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import (

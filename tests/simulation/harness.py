@@ -16,7 +16,7 @@ from executor_service.input_batch import parse_step
 from executor_service.kv_session import KvSession
 from executor_service.step_response import build_response
 from kvmanager_service.core.block_tag import decode_tag
-from kvmanager_service.core.kv_cache_coordinator import KVCache, table_sizes
+from kvmanager_service.core.kv_cache import KVCache, table_sizes
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.kv_groups import ChunkedLocal, FullAttention, KVGroup, RecurrentState, SlidingWindow
 from kvmanager_service.core.request import TOKEN_BYTES, FinishReason

@@ -13,7 +13,8 @@ from executor_service.input_batch import parse_step
 from executor_service.kv_session import KvSession
 from executor_service.step_response import build_response
 from kvmanager_service.core.block_tag import decode_tag
-from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator, table_sizes
+from kvmanager_service.core.kv_cache import table_sizes
+from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
 from kvmanager_service.core.request import FinishReason, NewRequest, SamplingParams, StopRules
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig

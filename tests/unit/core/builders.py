@@ -12,7 +12,8 @@ from kvmanager_service.core.block_history import BlockHistory
 from kvmanager_service.core.errors import RowFailedError
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY
 from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan
-from kvmanager_service.core.kv_cache_coordinator import KVCache, KVCacheCoordinator
+from kvmanager_service.core.kv_cache import KVCache
+from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.kv_groups import KVGroup
 from kvmanager_service.core.request import NewRequest, Request, RequestOutput, SamplingParams, StopRules, TokenLogprobs

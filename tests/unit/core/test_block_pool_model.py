@@ -375,7 +375,7 @@ def second_free_is_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def commit_believes_a_block_filled_anew(patch: pytest.MonkeyPatch) -> None:
     def commit_step(self: BlockPool, step_id: int) -> list[KVCacheBlock]:
-        fill = self._provisional.pop(step_id, None)
+        fill = self._provisional.pop(step_id)
         committed = [] if fill is None else [block for block in fill.blocks if block.content is not None]
         for block in committed:
             block.provisional_step = 0

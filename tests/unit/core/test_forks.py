@@ -10,7 +10,8 @@ import pytest
 from kvmanager_service.core.block_hash import KeyDomain, default_hash
 from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan
 from kvmanager_service.core.group_key import KEY_BYTES
-from kvmanager_service.core.kv_cache_coordinator import KVCache, KVCacheCoordinator
+from kvmanager_service.core.kv_cache import KVCache
+from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.kv_groups import ChunkedLocal, FullAttention, KVGroup, RecurrentState, SlidingWindow
 from kvmanager_service.core.request import Request, RequestStatus

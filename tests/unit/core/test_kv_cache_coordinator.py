@@ -15,7 +15,8 @@ from kvmanager_service.core.block_hash import KeyDomain
 from kvmanager_service.core.block_tag import decode_tag, encode_tag
 from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.core.extra_keys import PromptSpan
-from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator, make_kv_cache
+from kvmanager_service.core.kv_cache import make_kv_cache
+from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.kv_groups import ChunkedLocal, FullAttention, KVGroup, RecurrentState, SlidingWindow
 from kvmanager_service.core.request import FinishReason, Request
@@ -419,7 +420,7 @@ def test_ledger_forgets_prefixes_that_nothing_needs() -> None:
         request = make_request(f"r{number}", range(number * 100, number * 100 + 20))
         compute(kv, request)
         kv.free(request)
-    assert len(kv.ledger) <= 2 * 21 + 5
+    assert len(kv.prefixes.ledger) <= 2 * 21 + 5
     assert kv.longest_hit(make_request("last", range(49_900, 49_925))) == 20
 
 

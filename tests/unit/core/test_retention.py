@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.core.eviction_policies import EVICTION_POLICIES
-from kvmanager_service.core.kv_cache_coordinator import KVCache
+from kvmanager_service.core.kv_cache import KVCache
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.kv_groups import FullAttention
 from kvmanager_service.core.priority_policy import PriorityPolicy

@@ -7,7 +7,7 @@ from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvmanager_service.core.block_tag import decode_tag
 from kvmanager_service.core.errors import BadResultError
 from kvmanager_service.core.extra_keys import LoraAdapter
-from kvmanager_service.core.kv_cache_coordinator import table_sizes
+from kvmanager_service.core.kv_cache import table_sizes
 from kvmanager_service.core.kv_groups import FullAttention, SlidingWindow
 from kvmanager_service.core.request import SamplingParams, TokenLogprobs
 from kvmanager_service.core.scheduler import Scheduler
