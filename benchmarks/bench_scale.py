@@ -1,6 +1,6 @@
 """Whether the core's costs stay flat as the pool grows, what a block takes in memory, and what waiting requests cost.
 
-    python -m benchmarks.bench_scale [--largest 10_000_000] [--cached 1_000_000] [--rounds 41]
+    python -m benchmarks.bench_scale [--smallest 1_000] [--largest 10_000_000] [--rounds 41]
 
 Each figure is a median of CPU time, and every size is asked for the same work in the same order: `PREFIXES` of `CHAIN`
 blocks, each a chain that lies as a prompt left it. Three patterns differ in which:
@@ -12,8 +12,8 @@ blocks, each a chain that lies as a prompt left it. Three patterns differ in whi
   touched and freed, any cached block, not looked up before. No request does that: it is the worst case.
 
 New blocks come from the queue in its own order: empty ones as they lie in memory, those that hold content as they were
-freed. Up to --cached blocks hold content, the rest of a larger pool is empty. A full pool of ten million takes several
-GB.
+freed. A pool has as many blocks with content as its column says, and `OPERATIONS` empty ones. One of ten million takes
+some 5 GB.
 """
 
 from __future__ import annotations
@@ -164,9 +164,8 @@ def block_operations(kv: KVCacheManager, chains: list[list[KVCacheBlock]], round
         blocks = [walk.chains[place // CHAIN][place % CHAIN] for place in places]
         walk.reuse("scattered", [blocks[at : at + CHAIN] for at in range(0, OPERATIONS, CHAIN)])
         walk.miss()
-    if pool.num_free_blocks - pool.num_cached_blocks >= OPERATIONS:
-        for _ in range(rounds):
-            walk.get("empty", evicting=False)
+    for _ in range(rounds):
+        walk.get("empty", evicting=False)
     # All empty ones are taken, so that what is handed out next holds content.
     taken = pool.get_new_blocks(pool.num_free_blocks - pool.num_cached_blocks)
     for _ in range(min(rounds, num_chains // PREFIXES)):
@@ -192,22 +191,25 @@ def allocation(kv: KVCacheManager, rounds: int) -> float:
     return statistics.median(values)
 
 
-def flatness(sizes: list[int], cached: int, rounds: int) -> None:
+def flatness(sizes: list[int], rounds: int) -> None:
     """Print nanoseconds per operation for each size, and the largest over the smallest of the line."""
     lines: dict[str, dict[int, float]] = {}
     for size in sizes:
-        kv = KVCacheManager(size + 1, BLOCK_SIZE)
-        chains = fill(kv.pool, min(size, cached))
+        kv = KVCacheManager(1 + size + OPERATIONS, BLOCK_SIZE)
+        gc.disable()  # it would walk over a pool of millions again and again while that is made
+        chains = fill(kv.pool, size)
+        gc.enable()
         gc.collect()
         gc.freeze()  # as the manager does once its pool stands
         for name, seconds in block_operations(kv, chains, rounds).items():
             lines.setdefault(name, {})[size] = seconds
         lines.setdefault("allocate_slots, decoding", {})[size] = allocation(kv, rounds)
         gc.unfreeze()
+        kv.pool.dismantle()
         del kv, chains
-    print(f"{'ns per operation, blocks in the pool':<36}" + "".join(f"{size:>12,}" for size in sizes) + "   max/min")
+    print(f"{'ns per operation, cached blocks':<36}" + "".join(f"{size:>12,}" for size in sizes) + "   max/min")
     for name, values in lines.items():
-        cells = "".join(f"{values[size] * 1e9:>12.1f}" if size in values else f"{'-':>12}" for size in sizes)
+        cells = "".join(f"{values[size] * 1e9:>12.1f}" for size in sizes)
         print(f"{name:<36}{cells}{max(values.values()) / min(values.values()):>10.2f}")
 
 
@@ -250,13 +252,13 @@ def scheduling(rows: int, num_waiting: int, steps: int) -> float:
 def main() -> None:
     """Run all and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--largest", type=int, default=10_000_000, help="blocks of the largest pool")
-    parser.add_argument("--cached", type=int, default=1_000_000, help="most blocks that hold content")
+    parser.add_argument("--smallest", type=int, default=1_000, help="cached blocks of the smallest pool")
+    parser.add_argument("--largest", type=int, default=10_000_000, help="cached blocks of the largest pool")
     parser.add_argument("--rounds", type=int, default=41, help="rounds per figure; the median is shown")
     arguments = parser.parse_args()
     print(f"core: {'compiled by mypyc' if is_compiled() else 'pure Python'}")
-    sizes = [size for size in (1_000, 10_000, 100_000, 1_000_000, 10_000_000) if size <= arguments.largest]
-    flatness(sizes, arguments.cached, arguments.rounds)
+    sizes = [1_000, 10_000, 100_000, 1_000_000, 10_000_000]
+    flatness([size for size in sizes if arguments.smallest <= size <= arguments.largest], arguments.rounds)
     empty, full = memory(100_000)
     print(f"\nbytes per block: {empty:.0f} empty, {full:.0f} cached")
     print(f"\n{'us of schedule(), rows decoding':<36}{'alone':>12}{'10,000 wait':>14}{'per row':>12}")
