@@ -1,7 +1,7 @@
 """What happened to each block, as far back as a bounded ring goes: for those who look for why a block was not hit.
 
-Station: written by `KVCacheManager`, or `KVCacheCoordinator` and what it is made of, and by `release` (who took and gave
-back a block), and by `BlockPool` (what it came to hold and lost), where a manager is told to keep one; read by
+Station: written by `KVCacheManager`, or `KVCacheCoordinator` and what it is made of, and by `release` (who took and
+gave back a block), and by `BlockPool` (what it came to hold and lost), where a manager is told to keep one; read by
 `engine_views`. One belongs to one cache: another one's blocks are others.
 """
 
