@@ -30,7 +30,7 @@ from kvmanager_service.calibration.shapes import (
     choose_shapes,
     make_step,
 )
-from kvmanager_service.core.kv_cache_coordinator import needs_no_coordinator
+from kvmanager_service.core.kv_cache import needs_no_coordinator
 from kvmanager_service.core.kv_groups import KVGroup
 from kvmanager_service.core.step import Step
 from kvmanager_service.executor_client import MAX_MESSAGE_BYTES, PROFILE_TIMEOUT_S, UNARY_TIMEOUT_S

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvmanager_service.core.block import KVCacheBlock
-from kvmanager_service.core.kv_cache_coordinator import needs_no_coordinator
+from kvmanager_service.core.kv_cache import needs_no_coordinator
 from kvmanager_service.core.kv_groups import FullAttention, GroupTable, KVGroup
 from kvmanager_service.core.request import TOKEN_BYTES, NewRequest, Request, StopRules
 from kvmanager_service.core.step import ScheduledRow, Step

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvmanager_service.core.fair_queue import FairWeights
-from kvmanager_service.core.kv_cache_coordinator import KVCache, make_kv_cache
+from kvmanager_service.core.kv_cache import KVCache, make_kv_cache
 from kvmanager_service.core.kv_groups import KVGroup
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig

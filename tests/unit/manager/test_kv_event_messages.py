@@ -15,7 +15,8 @@ from kvplane_client._convert import kv_batch_from
 from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.extra_keys import LoraAdapter
 from kvmanager_service.core.group_key import group_key
-from kvmanager_service.core.kv_cache_coordinator import KVCache, KVCacheCoordinator
+from kvmanager_service.core.kv_cache import KVCache
+from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
 from kvmanager_service.core.kv_groups import FullAttention, RecurrentState, SlidingWindow
 from kvmanager_service.core.request import Request
 from kvmanager_service.kv_event_messages import event_batch, snapshot_batches

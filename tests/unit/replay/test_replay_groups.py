@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator, make_kv_cache
+from kvmanager_service.core.kv_cache import make_kv_cache
+from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.kv_groups import ChunkedLocal, FullAttention, KVGroup, RecurrentState, SlidingWindow
 from kvmanager_service.core.request import NewRequest, Request, StopRules
