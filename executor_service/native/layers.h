@@ -34,7 +34,7 @@ class Team {
     }
 
    private:
-    static constexpr int LOOKS = 2000;
+    static constexpr int LOOKS = 200;
 
     void wait() {
         const int64_t stage = stage_.load(std::memory_order_acquire);
