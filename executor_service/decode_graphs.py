@@ -1,7 +1,7 @@
 """Decode steps recorded once as CUDA graphs and replayed: a step then costs one launch in place of hundreds.
 
-Station: made by `backends.torch_backend` once the cache is there; `model_runner` asks it first and computes itself what
-it does not take. What is launched, and over which tables, is `kernels.paged_kernels.PagedKernels.plan_decode`'s.
+Station: asked for by `backends.torch_graphs` once a cache is there; `model_runner` asks it first and computes itself
+what it does not take. What is launched, and over which tables, is `kernels.paged_kernels.PagedKernels.plan_decode`'s.
 
 How: a recording is of a number of rows, and of addresses. So the step's arrays are copied to the same place before
 each replay, and rows that the step lacks are padding, without slots and of length 0: they store nothing, and nobody

@@ -1,6 +1,6 @@
 """What a stored 1 stands for, in each layer's K and in its V, where K/V are kept in fp8.
 
-Station: `backends.torch_backend` asks for the scales once, after the weights are loaded: the checkpoint's, where it has
+Station: `backends.torch_loading` asks for the scales once, after the weights are loaded: the checkpoint's, where it has
 any, else measured here. `kernels.fp8` computes with them.
 
 Why there are scales at all: fp8_e4m3 ends at 448 and has 15 binary orders of magnitude above its coarsest numbers, and

@@ -1,7 +1,7 @@
 """Which layers of a model share a block table and which memory of a block is whose.
 
 Station: `layer_windows` and `layer_sources` read a model's configuration, for `model_loader` and `model_runner.probe`;
-`group_layers` makes groups of it once, when the model is loaded, for `backends.torch_backend` and `model_runner`. It
+`group_layers` makes groups of it once, when the model is loaded, for `backends.torch_loading` and `model_runner`. It
 knows no tensor.
 
 All groups take their blocks from one cache, so a block must be the same bytes for each of them: every group has as many

@@ -1,6 +1,6 @@
 """LoRA adapters beside a model's weights: many in one step, each on its rows' tokens.
 
-Station: made by `backends.torch_backend` where --max-loras is above 0; reads adapters by `lora_files`. Model code stays
+Station: made by `backends.torch_loading` where --max-loras is above 0; reads adapters by `lora_files`. Model code stays
 as it is: a linear layer that some loaded adapter is for has a forward hook, found by the layer's name, and one that
 none is for has nothing. So it does not matter what computes the layer's own product.
 

@@ -1,7 +1,7 @@
 """How many KV blocks fit: measured, not guessed.
 
-Station: `backends.torch_backend` loads weights, runs its worst step inside `PeakMeter`, and turns the peak into blocks
-with `compute_num_blocks`. This module knows memory; it knows no model.
+Station: `backends.torch_backend` loads weights, `backends.torch_memory` runs the worst step inside `PeakMeter`, and
+turns the peak into blocks with `compute_num_blocks`. This module knows memory; it knows no model.
 
 The formula: `available = utilization * total - peak - host`, `num_blocks = available // bytes_per_block`, where host is
 the host blocks' bytes if they lie in the same memory as the cache, that is on a CPU, and 0 elsewhere.

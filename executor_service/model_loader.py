@@ -1,6 +1,6 @@
 """Weights, configuration and tokenizer of a model, from a local folder, a GGUF file or a hub id.
 
-Station: called once by `backends.torch_backend.load`. It refuses what the paged attention could not run right, as far
+Station: called once by `backends.torch_loading`. It refuses what the paged attention could not run right, as far
 as the configuration tells; what only a forward pass tells is `model_runner.probe`'s business.
 """
 

@@ -1,6 +1,6 @@
 """The step that needs most memory within given limits, for the memory profile.
 
-Station: called by `backends.torch_backend` while it measures. Its rows' block tables name a few scratch blocks over and
+Station: called by `backends.torch_memory` while it measures. Its rows' block tables name a few scratch blocks over and
 over, so contexts of full length need no cache of full size; the numbers computed are meaningless, their memory is real.
 """
 

@@ -1,6 +1,6 @@
 """Layers that keep a state in place of K/V: transformers' own modules, run row by row on states out of blocks.
 
-Station: installed by `backends.torch_backend` when a model is loaded; `model_runner` says what step it is before it
+Station: installed by `backends.torch_loading` when a model is loaded; `model_runner` says what step it is before it
 calls the model. Reads and writes pages of `kv_cache`, by the plan that `state_plan` made. It knows no block table.
 
 How: the model sees all rows of a step end to end as one sequence. What is done token by token (norms, projections,

@@ -1,6 +1,6 @@
 """How the state that a layer keeps lies in its page of a block.
 
-Station: learned by `state_layers` in the probe, which reads and writes states by it; `backends.torch_backend` chooses
+Station: learned by `state_layers` in the probe, which reads and writes states by it; `backends.torch_loading` chooses
 blocks by it that are large enough. It knows bytes and shapes; it knows no row and no block.
 
     page: | conv state | recurrent state | bytes that nothing uses |

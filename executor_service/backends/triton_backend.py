@@ -16,19 +16,22 @@ from executor_service.kernels.triton_paged import TritonKernels
 from executor_service.kv_cache import KvLayout
 from executor_service.layer_groups import layer_windows
 from executor_service.model_loader import LoadedModel
+from executor_service.native.ops import NativeOps
 
 
 class TritonBackend(TorchBackend):
     """Runs steps with torch and the Triton kernels; what it is told and what it promises are the torch backend's."""
 
-    def _make_kernels(self, loaded: LoadedModel, layout: KvLayout, limits: AttentionLimits) -> PagedKernels:
+    def _make_kernels(
+        self, loaded: LoadedModel, layout: KvLayout, limits: AttentionLimits, native: NativeOps | None
+    ) -> PagedKernels:
         """Triton's kernels; torch's where no layer attends, which only copy blocks.
 
         Raises:
             BackendError: not on this device, or not for this model.
         """
         if set(layer_windows(loaded.model.config)) == {STATE}:
-            return super()._make_kernels(loaded, layout, limits)
+            return super()._make_kernels(loaded, layout, limits, native)
         config = loaded.model.config.get_text_config(decoder=True)
         # A rank of several has fewer heads than the configuration says, in the same proportion.
         num_heads = int(config.num_attention_heads)

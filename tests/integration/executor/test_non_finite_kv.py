@@ -40,9 +40,8 @@ class Pair:
         )
         self.session = KvSession(backend)
         self.session.load()
-        assert backend._loaded is not None
         with torch.inference_mode():
-            backend._loaded.model.get_input_embeddings().weight[POISON] = value
+            backend._ready().loaded.model.get_input_embeddings().weight[POISON] = value
         self.session.profile(config.max_num_batched_tokens, config.max_num_seqs)
         self.limits = self.session.initialize(NUM_BLOCKS).limits
 

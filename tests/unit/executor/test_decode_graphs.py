@@ -14,9 +14,10 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from executor_service.backends import torch_backend
+from executor_service.backends import torch_graphs
 from executor_service.backends.base import STATE, BackendError, StepBatch
 from executor_service.backends.torch_backend import TorchBackendConfig
+from executor_service.backends.torch_graphs import StepRecording
 from executor_service.backends.triton_backend import TritonBackend
 from executor_service.decode_graphs import MOST_ROWS, DecodeGraphs, graph_sizes
 from executor_service.kv_cache import PagedKvCache
@@ -60,7 +61,7 @@ class Recording:
 
 
 def recorded(backend: TritonBackend, sizes: Sequence[int], record: Recording) -> tuple[DecodeGraphs, PagedKvCache]:
-    _, _, runner = backend._ready()
+    runner = backend._ready().runner
     cache = backend._ready_memory().cache
     return runner.record_graphs(cache, sizes, vocab_size=VOCAB_SIZE, max_model_len=64, record=record), cache
 
@@ -68,7 +69,7 @@ def recorded(backend: TritonBackend, sizes: Sequence[int], record: Recording) ->
 def tables(backend: TritonBackend, place: int) -> dict[str, object]:
     """Blocks of the row at this place, in every KV group; none in two."""
     groups = [list(range(1 + 12 * place + 4 * group, 5 + 12 * place + 4 * group)) for group in range(2)]
-    more = groups[1:] if len(backend._ready()[2]._groups.windows) > 1 else []
+    more = groups[1:] if len(backend._ready().groups.windows) > 1 else []
     return {"blocks": groups[0], "more_blocks": more}
 
 
@@ -87,7 +88,7 @@ def decode(backend: TritonBackend, places: Sequence[int], produced: int = 0) -> 
 
 def test_replayed_steps_give_the_logits_and_the_cache_of_computed_ones(backend: TritonBackend) -> None:
     """Steps of one row and of five, of a size and between sizes, one after the other over the same buffers."""
-    _, _, runner = backend._ready()
+    runner = backend._ready().runner
     record = Recording()
     graphs, cache = recorded(backend, [1, 2, 6], record)
     steps = [([0], 0), ([4, 3, 2, 1, 0], 1), ([3, 1], 2), ([2], 2), ([0, 1, 4], 3)]
@@ -142,13 +143,13 @@ def test_a_backend_serves_a_model_that_can_not_be_captured_without_graphs_and_sa
     def refuse(step: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(backend, "_recorder", lambda: refuse)
-    monkeypatch.setattr(backend, "_graph_sizes", (1, 2))
+    monkeypatch.setattr(backend._recording, "recorder", lambda model: refuse)
+    monkeypatch.setattr(backend._recording, "sizes", (1, 2))
     with capture_logs() as logs:
-        backend._record_graphs(backend._ready_memory().cache)
+        backend._recording.record(backend._ready(), backend._ready_memory().cache)
     assert [(entry["event"], entry["log_level"]) for entry in logs] == [("decode_graphs_not_recorded", "warning")]
     assert "stream is capturing" in logs[0]["why"]
-    assert backend._graph_sizes == (), "nothing is tried again when the cache is made"
+    assert backend._recording.sizes == (), "nothing is tried again when the cache is made"
     assert backend.forward(decode(backend, [0, 1])).shape == (2, VOCAB_SIZE)
 
 
@@ -164,14 +165,14 @@ def test_graph_sizes_rise_to_the_most_rows_and_pad_little(most: int) -> None:
 
 
 def test_on_a_cpu_nothing_is_recorded(backend: TritonBackend) -> None:
-    assert backend._recorder() is None
+    assert backend._recording.recorder(backend._ready()) is None
 
 
 def test_on_a_gpu_a_model_whose_layers_keep_a_state_is_not_recorded(
     backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "_device", torch.device("cuda:0"))
-    monkeypatch.setattr(torch_backend, "cuda_recorder", lambda device: device)
-    assert backend._recorder() is not None
-    monkeypatch.setattr(backend, "_groups", group_layers([0, STATE]))
-    assert backend._recorder() is None
+    monkeypatch.setattr(torch_graphs, "cuda_recorder", lambda device: device)
+    recording, model = StepRecording(torch.device("cuda:0"), enforce_eager=False), backend._ready()
+    assert recording.recorder(model) is not None
+    assert recording.recorder(replace(model, groups=group_layers([0, STATE]))) is None
+    assert StepRecording(torch.device("cuda:0"), enforce_eager=True).recorder(model) is None

@@ -36,7 +36,7 @@ def loaded(folder: Path, kv_cache_dtype: str, **changes: object) -> TorchBackend
 
 
 def scales_of(made: TorchBackend) -> list[tuple[float, float]]:
-    return [(codec.keys.scale, codec.values.scale) for codec in made._codecs if codec.keys and codec.values]
+    return [(codec.keys.scale, codec.values.scale) for codec in made._ready().codecs if codec.keys and codec.values]
 
 
 def with_scales(source: Path, target: Path, scales: dict[str, torch.Tensor]) -> Path:
@@ -178,8 +178,7 @@ def test_info_has_the_type_that_the_flag_names_and_the_block_that_is_stored(fold
 def test_execute_in_fp8_nan_in_a_silent_row_is_found(folder: Path) -> None:
     made = loaded(folder, "fp8")
     made.initialize_kv_cache(8)
-    assert made._loaded is not None
-    made._loaded.model.model.embed_tokens.weight.data[77] = math.nan  # type: ignore[union-attr]
+    made._ready().loaded.model.model.embed_tokens.weight.data[77] = math.nan  # type: ignore[union-attr]
     good, bad = Row(prompt_of(20, 1), 0, [1, 2], params=None), Row([5, 77, 6], 0, [3], params=None)
     failures = made.execute(build_step([good, bad], 16)).failures
     assert [(failure.row, failure.reason) for failure in failures] == [(1, "NON_FINITE_KV")]

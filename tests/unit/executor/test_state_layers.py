@@ -131,7 +131,7 @@ def test_state_of_another_sequence_gives_other_logits(harness: Harness) -> None:
 
 
 def test_state_that_is_not_a_number_fails_the_row_that_computed_it_and_no_other(harness: Harness) -> None:
-    model = harness.backend._ready()[0].model
+    model = harness.backend._ready().loaded.model
     poison = 2
     embedding = model.get_input_embeddings().weight
     with torch.inference_mode():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from tokenizers import Tokenizer
 
-from executor_service.backends import torch_backend
+from executor_service.backends import torch_memory
 from executor_service.backends.base import STATE, BackendError, BlockCopies, CopyDirection, NotEnoughMemoryError
 from executor_service.backends.torch_backend import TorchBackend, TorchBackendConfig
 from executor_service.block_copies import parse_copies
@@ -104,7 +104,7 @@ def test_profile_memory_of_a_model_with_states_says_what_its_longest_sequence_ne
     """256 tokens in blocks of 9; of each of two groups of states the one before a step of 20 tokens and 3 of it."""
     made = backend(save_tiny_model(tmp_path, "bamba", num_key_value_heads=6), block_size=1, state_interval=1)
     assert made.load().block_size == 9
-    monkeypatch.setattr(torch_backend, "total_memory", lambda device, limit: 1)
+    monkeypatch.setattr(torch_memory, "total_memory", lambda device, limit: 1)
     with pytest.raises(NotEnoughMemoryError) as caught:
         made.profile_memory(20, 4)
     assert caught.value.metadata["needed_blocks"] == str(1 + 29 + 2 * 4)
@@ -222,10 +222,10 @@ def test_profile_memory_swap_space_that_cannot_fit_is_refused_before_a_step_is_r
 ) -> None:
     made = backend(folder, swap_space=4 * GIB, memory_limit=4 * GIB)
     made.load()
-    monkeypatch.setattr(made, "_run_worst_step", lambda *_: pytest.fail("a step was run"))
-    monkeypatch.setattr(made, "_device", torch.device(device))
-    monkeypatch.setattr(torch_backend, "release_free_memory", lambda _: None)
-    monkeypatch.setattr(torch_backend, "host_memory_left", lambda: GIB)
+    monkeypatch.setattr(made._budget, "_run_worst_step", lambda *_: pytest.fail("a step was run"))
+    monkeypatch.setattr(made._budget, "_device", torch.device(device))
+    monkeypatch.setattr(torch_memory, "release_free_memory", lambda _: None)
+    monkeypatch.setattr(torch_memory, "host_memory_left", lambda: GIB)
     with pytest.raises(NotEnoughMemoryError, match=r"host blocks of --swap-space take \d+ bytes"):
         made.profile_memory(32, 4)
 
@@ -268,9 +268,9 @@ class OneGib:
 def test_profile_memory_swap_space_that_leaves_no_sequence_is_named_in_the_refusal(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_backend, "PeakMeter", OneGib)
+    monkeypatch.setattr(torch_memory, "PeakMeter", OneGib)
     # So is what the process holds: here it is pytest's, with all that tests before this one have left.
-    monkeypatch.setattr(torch_backend, "resident_bytes", lambda: GIB // 2)
+    monkeypatch.setattr(torch_memory, "resident_bytes", lambda: GIB // 2)
     left = 4 * GIB - GIB
     sequence = 17 * 2 * 3 * 2 * 16 * 16 * 4  # 256 tokens in blocks of 16, and the null block
     fits = backend(folder, memory_limit=4 * GIB, gpu_memory_utilization=1.0, swap_space=left - sequence)
