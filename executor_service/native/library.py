@@ -3,7 +3,8 @@
 Station: called by `ops.load_native_ops`. It knows compilers and files, and nothing of what is compiled.
 
 What is compiled lies in the cache folder under a name that the source, the compiler and the CPU make: another of any of
-them is compiled anew. It takes seconds; a machine without a compiler does without.
+them is compiled anew. It takes seconds; a machine without a compiler does without. A compiler that fails gives way to
+the next, and one that hangs is ended: all of them together have a bounded time.
 """
 
 from __future__ import annotations
@@ -11,10 +12,17 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+
+import structlog
 
 __all__ = ["NativeBuildError", "native_library"]
 
@@ -23,15 +31,20 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 _QUIET = ("-Wno-psabi",)
 _COMPILERS = ("g++", "clang++", "c++")
-_COMPILE_TIMEOUT_S = 300
+# Of all compilers that are tried in a start, in seconds: many times what it takes on one slow core.
+_TIME_LIMIT_S = 180.0
+_KILL_TIMEOUT_S = 10.0
+_SAID_CHARS = 1000
+
+_log = structlog.get_logger(__name__)
 
 
 class NativeBuildError(Exception):
-    """There is no compiler, or what it says."""
+    """There is no compiler, or what each of them says."""
 
 
 def native_library(cache_dir: Path) -> Path:
-    """The compiled kernels, from the cache or from the compiler.
+    """The compiled kernels, from the cache or from the first compiler that makes them.
 
     Args:
         cache_dir: where they lie; made when absent.
@@ -39,45 +52,120 @@ def native_library(cache_dir: Path) -> Path:
     Raises:
         NativeBuildError: they cannot be compiled here, or not be kept.
     """
-    compiler = _compiler()
+    deadline = time.monotonic() + _TIME_LIMIT_S
+    failed: list[str] = []
+    for compiler in _compilers():
+        try:
+            return _library_of(compiler, cache_dir, deadline)
+        except NativeBuildError as error:
+            why = f"{shlex.join(compiler)}: {error}"
+            _log.warning("native_compiler_failed", compiler=shlex.join(compiler), why=str(error))
+            failed.append(why)
+        except OSError as error:
+            raise NativeBuildError(f"expected a cache folder that can be written to, got {error}") from error
+    raise NativeBuildError("expected a C++ compiler that compiles the kernels, got " + "; ".join(failed))
+
+
+def _library_of(compiler: Sequence[str], cache_dir: Path, deadline: float) -> Path:
+    """What one compiler makes, or has made. Raises NativeBuildError, and OSError where it cannot be kept."""
     target = cache_dir / "native" / f"kernels-{_fingerprint(compiler)}.so"
     if target.is_file():
         return target
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Compiled beside and moved: several executors may start at once, and one may be killed.
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            built = Path(folder) / target.name
-            _compile(compiler, built)
-            built.replace(target)
-    except OSError as error:
-        raise NativeBuildError(f"expected a cache folder that can be written to, got {error}") from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Compiled beside and moved: several executors may start at once, and one may be killed.
+    with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True) as folder:
+        built = Path(folder) / target.name
+        _compile(compiler, built, deadline)
+        built.replace(target)
     return target
 
 
-def _compiler() -> str:
-    """$CXX, or the first of those that are usual."""
-    for name in [os.environ.get("CXX", ""), *_COMPILERS]:
-        if name and (found := shutil.which(name)):
-            return found
-    raise NativeBuildError(f"expected a C++ compiler, {', '.join(_COMPILERS)} or CXX, got none")
+def _compilers() -> list[list[str]]:
+    """Commands that may compile C++: $CXX, which may have arguments, then those that are usual and here.
 
-
-def _compile(compiler: str, target: Path) -> None:
-    command = [compiler, *FLAGS, *_QUIET, str(SOURCE), "-o", str(target)]
+    Raises:
+        NativeBuildError: there is none.
+    """
+    found: list[list[str]] = []
+    asked = os.environ.get("CXX", "").strip()
+    unusable = ""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)  # noqa: S603 - the user's own compiler
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeBuildError(f"{compiler}: {error}") from error
-    if done.returncode != 0:
-        raise NativeBuildError(f"{compiler} ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
+        words = shlex.split(asked)
+    except ValueError as error:
+        words, unusable = [], f"CXX={asked!r} is no command: {error}"
+    if words and not shutil.which(words[0]):
+        words, unusable = [], f"CXX={asked!r} is not here"
+    if unusable:
+        _log.warning("native_compiler_failed", compiler=asked, why=unusable)
+    for command in (words, *([name] for name in _COMPILERS)):
+        if command and (place := shutil.which(command[0])) and [place, *command[1:]] not in found:
+            found.append([place, *command[1:]])
+    if not found:
+        usual = ", ".join(_COMPILERS)
+        raise NativeBuildError(
+            f"expected a C++ compiler, {usual} or CXX, got none{f' ({unusable})' if unusable else ''}"
+        )
+    return found
 
 
-def _fingerprint(compiler: str) -> str:
+def _compile(compiler: Sequence[str], target: Path, deadline: float) -> None:
+    """Compile the kernels.
+
+    Args:
+        compiler: a command, with the arguments that it always gets.
+        target: where to.
+        deadline: when, by the monotonic clock, it is ended, with all that it has started.
+
+    Raises:
+        NativeBuildError: it fails, or is not done by then.
+    """
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise NativeBuildError(f"not tried: the {_TIME_LIMIT_S:g} seconds that a start has for compilers were over")
+    command = [*compiler, *FLAGS, *_QUIET, str(SOURCE), "-o", str(target)]
+    said = target.with_suffix(".log")  # no pipe: what a compiler has started may hold one open for ever
+    with said.open("wb") as output:
+        try:
+            process = subprocess.Popen(  # noqa: S603 - the user's own compiler
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise NativeBuildError(f"it does not start: {error}") from error
+        try:
+            code = process.wait(left_s)
+        except subprocess.TimeoutExpired as error:
+            _kill(process)
+            raise NativeBuildError(
+                f"it hung: ended when the {_TIME_LIMIT_S:g} seconds that a start has for compilers were over; set CXX"
+                " to another, or start with --no-native-kernels"
+            ) from error
+    if code != 0:
+        text = said.read_text(errors="replace").strip()[-_SAID_CHARS:]
+        missing = "; clang's OpenMP is a package of its own, libomp-dev" if "-lomp" in text or "omp.h" in text else ""
+        raise NativeBuildError(f"it ended with {code}: {text}{missing}")
+    if not target.is_file():
+        raise NativeBuildError("it ended with 0 and made nothing; is it a compiler?")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process that leads a session, and all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):  # a disk that does not answer holds it: it is nobody's child then
+        process.wait(_KILL_TIMEOUT_S)
+
+
+def _fingerprint(compiler: Sequence[str]) -> str:
     """What was compiled is for: source, flags, compiler and CPU."""
     digest = hashlib.sha256()
-    stat = Path(compiler).resolve().stat()
-    for part in (*_sources(), " ".join(FLAGS), f"{compiler} {stat.st_size} {stat.st_mtime_ns}", _cpu()):
+    programs = [place for word in compiler if (place := shutil.which(word))]  # a launcher and its compiler are two
+    stats = [Path(place).resolve().stat() for place in programs]
+    of_compiler = [shlex.join(compiler), *(f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats)]
+    for part in (*_sources(), " ".join(FLAGS), *of_compiler, _cpu()):
         digest.update(part.encode() if isinstance(part, str) else part)
         digest.update(b"\0")
     return digest.hexdigest()[:24]

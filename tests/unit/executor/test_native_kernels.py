@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.kernels.native_paged import NativeKernels
@@ -150,7 +154,7 @@ def test_not_a_number_stays_in_its_own_row(native: NativeOps, dtype: torch.dtype
 def test_native_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Path] = []
 
-    def note(compiler: str, target: Path) -> None:
+    def note(compiler: Sequence[str], target: Path, deadline: float) -> None:
         compiled.append(target)
         target.write_bytes(b"")
 
@@ -170,15 +174,140 @@ def test_load_native_ops_without_a_compiler_is_none(tmp_path: Path, monkeypatch:
     assert load_native_ops(lambda: tmp_path) is None
 
 
-def test_load_native_ops_compiler_that_fails_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bad = tmp_path / "bad-compiler"
-    bad.write_text("#!/bin/sh\necho no such target >&2\nexit 3\n")
-    bad.chmod(0o755)
-    monkeypatch.setenv("CXX", str(bad))
-    with pytest.raises(NativeBuildError, match="ended with 3: no such target"):
-        native_library(tmp_path / "cache")
-    assert load_native_ops(lambda: tmp_path / "cache") is None
-    assert not [name for name in os.listdir(tmp_path / "cache" / "native") if name.endswith(".so")]
+# As a compiler that makes what it is asked for: -o comes last.
+MAKES = 'for word; do target=$word; done; echo made by "$0" "$@" > "$target"\n'
+NO_LIBOMP = "/usr/bin/ld: cannot find -lomp: No such file or directory"
+
+
+@pytest.fixture
+def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compilers:
+    return Compilers(tmp_path, monkeypatch)
+
+
+class Compilers:
+    """Scripts in the place of compilers, and a cache; nothing else is on the path but a shell's own."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cache = folder / "cache"
+        self._bin = folder / "bin"
+        self._bin.mkdir()
+        monkeypatch.setenv("PATH", str(self._bin))
+        monkeypatch.delenv("CXX", raising=False)
+
+    def add(self, name: str, script: str) -> Path:
+        path = self._bin / name
+        path.write_text(f"#!/bin/sh\n{script}")
+        path.chmod(0o755)
+        return path
+
+    def build(self) -> str:
+        """Compile, or find, and return what the compiler that did it says of itself."""
+        return native_library(self.cache).read_text()
+
+    def left_over(self) -> list[str]:
+        return os.listdir(self.cache / "native")
+
+
+def failures(logs: Sequence[Mapping[str, object]]) -> list[tuple[str, str]]:
+    """Compiler by name, and why it failed."""
+    failed = [entry for entry in logs if entry["event"] == "native_compiler_failed"]
+    assert {entry["log_level"] for entry in failed} <= {"warning"}
+    return [(str(entry["compiler"]).rpartition("/")[2], str(entry["why"])) for entry in failed]
+
+
+def test_load_native_ops_compilers_that_all_fail_is_none_and_names_each(compilers: Compilers) -> None:
+    compilers.add("g++", "echo no such target >&2\nexit 3\n")
+    compilers.add("clang++", "exit 0\n")
+    with pytest.raises(NativeBuildError, match=r"g\+\+: it ended with 3: no such target; .*clang\+\+: it ended with 0"):
+        native_library(compilers.cache)
+    with capture_logs() as logs:
+        assert load_native_ops(lambda: compilers.cache) is None
+    assert [name for name, _ in failures(logs)] == ["g++", "clang++"]
+    assert [entry["event"] for entry in logs][-1] == "native_kernels_unavailable"
+    assert compilers.left_over() == []
+
+
+def test_native_library_compiler_that_fails_gives_way_to_the_next_and_is_named(
+    compilers: Compilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here clang without its OpenMP, which only the linker finds out."""
+    clang = compilers.add("clang++", f"echo '{NO_LIBOMP}' >&2\nexit 1\n")
+    compilers.add("g++", MAKES)
+    monkeypatch.setenv("CXX", str(clang))
+    with capture_logs() as logs:
+        assert compilers.build().startswith(f"made by {clang.with_name('g++')} ")
+    ((name, why),) = failures(logs)
+    assert name == "clang++"
+    assert NO_LIBOMP in why
+    assert "libomp-dev" in why
+
+
+@pytest.mark.parametrize(
+    ("asked", "start"), [("g++ -m64", "g++ -m64 "), ("launcher 'my c++' -g", "launcher my c++ -g ")]
+)
+def test_native_library_cxx_with_arguments_is_a_command(
+    compilers: Compilers, monkeypatch: pytest.MonkeyPatch, asked: str, start: str
+) -> None:
+    for name in ("g++", "launcher", "my c++"):
+        compilers.add(name, MAKES)
+    monkeypatch.setenv("CXX", asked)
+    with capture_logs() as logs:
+        assert f"/{start}{library.FLAGS[0]} " in compilers.build()
+    assert failures(logs) == []
+
+
+def test_native_library_other_arguments_or_another_compiler_behind_a_launcher_are_compiled_anew(
+    compilers: Compilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compilers.add("launcher", MAKES)
+    behind = compilers.add("g++", MAKES)
+    made = set()
+    for asked in ("launcher g++", "launcher g++ -m64", "launcher g++"):
+        monkeypatch.setenv("CXX", asked)
+        made.add(native_library(compilers.cache))
+    assert len(made) == 2
+    behind.write_text(behind.read_text() + "# updated\n")
+    assert native_library(compilers.cache) not in made
+
+
+@pytest.mark.parametrize(("asked", "why"), [("nowhere++ -m64", "is not here"), ("g++ 'open", "is no command")])
+def test_native_library_cxx_that_is_none_is_named_and_the_usual_one_is_taken(
+    compilers: Compilers, monkeypatch: pytest.MonkeyPatch, asked: str, why: str
+) -> None:
+    monkeypatch.setenv("CXX", asked)
+    with pytest.raises(NativeBuildError, match=f"got none .*{why}"):
+        native_library(compilers.cache)
+    compilers.add("c++", MAKES)
+    with capture_logs() as logs:
+        assert "/c++ " in compilers.build()
+    ((_, said),) = failures(logs)
+    assert why in said
+
+
+def test_native_library_compiler_that_hangs_is_ended_with_all_it_started(
+    compilers: Compilers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What it started holds its outputs, as g++'s own programs do: ended alone it would be waited for with them."""
+    sleep = shutil.which("sleep", path=os.defpath)
+    assert sleep is not None
+    pids = tmp_path / "pids"
+    hangs = compilers.add("hangs", f"{sleep} 600 &\necho $$ $! > {pids}\nwait\n")
+    compilers.add("g++", MAKES)
+    monkeypatch.setenv("CXX", str(hangs))
+    monkeypatch.setattr(library, "_TIME_LIMIT_S", 1.0)
+    with capture_logs() as logs, pytest.raises(NativeBuildError, match="it hung: ended when the 1 seconds"):
+        native_library(compilers.cache)
+    assert [(name, why.partition(":")[0]) for name, why in failures(logs)] == [
+        ("hangs", "it hung"),
+        ("g++", "not tried"),
+    ]
+    for pid in pids.read_text().split():
+        assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+    assert compilers.left_over() == []
+    monkeypatch.delenv("CXX")
+    assert "/g++ " in compilers.build()
+    monkeypatch.setenv("CXX", str(hangs))
+    assert "/g++ " in compilers.build(), "what another one has compiled needs no time"
 
 
 def test_load_native_ops_that_compute_something_else_is_none(
