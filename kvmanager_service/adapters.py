@@ -44,6 +44,9 @@ _ERRORS: dict[grpc.StatusCode, type[CoreError]] = {
 }
 """What an operator is told of an executor's refusal. Its messages speak of the same fields."""
 
+_IN_THE_WAY = frozenset((grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED))
+"""Refusals that come of adapters which the executor has already."""
+
 _Result = TypeVar("_Result")
 _log = structlog.get_logger(__name__)
 
@@ -178,7 +181,7 @@ class Adapters:
                     " as many as are to be loaded at once",
                 )
             try:
-                adapter = await lender.connection.load_adapter(name, source)
+                adapter = await self._load_beside_no_stranger(lender, name, source)
             except ExecutorRefusedError as refused:
                 error = _ERRORS.get(refused.code, InvalidRequestError)
                 raise error(refused.reason, str(refused), **refused.metadata) from refused
@@ -189,6 +192,30 @@ class Adapters:
             self._users.adapters.add(adapter)
             _log.info("adapter_loaded", adapter=name, revision=adapter.revision, rank=adapter.rank)
             return adapter
+
+    async def _load_beside_no_stranger(self, lender: _Lender, name: str, source: str) -> LoadedAdapter:
+        """Load an adapter; if others are in the way of which the book knows nothing, once more without them.
+
+        Such a one is left by an unload that failed, or by a load whose answer did not come. No step names it.
+
+        Raises:
+            ExecutorRefusedError, ExecutorLostError: as `ExecutorConnection.load_adapter`.
+        """
+        connection = lender.connection
+        try:
+            return await connection.load_adapter(name, source)
+        except ExecutorRefusedError as refused:
+            if refused.code not in _IN_THE_WAY:
+                raise
+            ids = self._users.adapters.ids
+            held = await connection.list_adapters()
+            strangers = [one for one in held if ids.get(one.name) != one.adapter_id]
+            if not strangers or self._lender is not lender:
+                raise
+        for stranger in strangers:
+            await _unload_from(connection, stranger.name)
+            _log.info("adapter_left_over_unloaded", adapter=stranger.name, revision=stranger.revision)
+        return await connection.load_adapter(name, source)
 
     async def _unload(self, name: str) -> None:
         async with self._one_at_a_time:
@@ -210,7 +237,7 @@ class Adapters:
             try:
                 await self._lender.connection.unload_adapter(name)
             except (ExecutorLostError, ExecutorRefusedError) as error:
-                # Whoever takes over has what is in the book; and if this one goes on, it has no room for another.
+                # Whoever takes over has what is in the book; if this one goes on, it is tried again for the next load.
                 _log.warning("adapter_not_unloaded", adapter=name, reason=str(error))
 
 
@@ -240,11 +267,7 @@ async def settle_adapters(
     revisions = {adapter.name: adapter.revision for adapter in wanted}
     for adapter in held.values():
         if revisions.get(adapter.name) != adapter.revision:
-            try:
-                await connection.unload_adapter(adapter.name)
-            except ExecutorRefusedError as refused:
-                if refused.code is not grpc.StatusCode.NOT_FOUND:  # somebody else was faster
-                    raise ExecutorLostError(f"it does not unload adapter {adapter.name!r}: {refused}") from refused
+            await _unload_from(connection, adapter.name)
     settled = []
     for adapter in wanted:
         known = held.get(adapter.name)
@@ -256,6 +279,15 @@ async def settle_adapters(
         except ExecutorRefusedError as refused:
             _log.warning("adapter_lost", adapter=adapter.name, revision=adapter.revision, reason=str(refused))
     return settled
+
+
+async def _unload_from(connection: ExecutorConnection, name: str) -> None:
+    """Have an executor let go of an adapter that it said it has. Raises ExecutorLostError if it does not."""
+    try:
+        await connection.unload_adapter(name)
+    except ExecutorRefusedError as refused:
+        if refused.code is not grpc.StatusCode.NOT_FOUND:  # somebody else was faster
+            raise ExecutorLostError(f"it does not unload adapter {name!r}: {refused}") from refused
 
 
 def adapter_lost(adapter: LoadedAdapter) -> CoreError:

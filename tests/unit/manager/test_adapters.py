@@ -13,7 +13,13 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from kvmanager_service.adapters import AdapterBook, Adapters, settle_adapters
 from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.core.extra_keys import LoraAdapter
-from kvmanager_service.errors import AdapterInUseError, DuplicateAdapterError, UnavailableError, UnknownAdapterError
+from kvmanager_service.errors import (
+    AdapterInUseError,
+    AdapterLimitError,
+    DuplicateAdapterError,
+    UnavailableError,
+    UnknownAdapterError,
+)
 from kvmanager_service.executor_client import ExecutorConnection, ExecutorLostError, ExecutorRefusedError, LoadedAdapter
 
 
@@ -34,6 +40,10 @@ class FakeConnection:
     async def load_adapter(self, name: str, source: str, revision: str = "") -> LoadedAdapter:
         self._note("load", name)
         await self.gate.wait()
+        if name in self.held and self.held[name].source != source:
+            raise refusal(grpc.StatusCode.ALREADY_EXISTS, "ADAPTER_EXISTS")
+        if len(self.held) >= 4:
+            raise refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_ADAPTERS")
         self.held[name] = LoadedAdapter(name, revision or "r1", source, len(self.calls) + 10, 4, 100)
         return self.held[name]
 
@@ -179,6 +189,55 @@ async def test_unload_without_an_executor_takes_it_out_of_the_book() -> None:
     await adapters.load("a", "/a")
     adapters.take_back()
     await adapters.unload("a")
+    assert users.adapters.all() == []
+
+
+async def test_unload_that_fails_leaves_the_name_and_the_room_free() -> None:
+    """The executor goes on, with an adapter of which the book knows nothing: it goes when it is in the way."""
+    connection = FakeConnection()
+    adapters, users = lent(connection)
+    for name in "abcd":
+        await adapters.load(name, f"/{name}")
+    failures = [ExecutorLostError("no answer in time"), refusal(grpc.StatusCode.FAILED_PRECONDITION, "SOMETHING")]
+    for failure, (name, source) in zip(failures, [("a", "/other"), ("e", "/e")], strict=True):
+        connection.fail["unload a"] = failure
+        await adapters.unload("a")
+        del connection.fail["unload a"]
+        assert "a" in connection.held
+        connection.calls.clear()
+        loaded = await adapters.load(name, source)
+        assert connection.calls == [f"load {name}", "unload a", f"load {name}"]
+        assert (loaded.source, users.adapters.ids[name]) == (source, connection.held[name].adapter_id)
+    assert list(connection.held) == list(users.adapters.ids) == ["b", "c", "d", "e"]
+
+
+async def test_load_whose_answer_did_not_come_is_in_nobodys_way() -> None:
+    connection = FakeConnection(adapter("a", "r9", adapter_id=7))
+    adapters, users = lent(connection)
+    loaded = await adapters.load("a", "/another")
+    assert connection.calls == ["load a", "unload a", "load a"]
+    assert users.adapters.all() == [loaded]
+
+
+async def test_load_that_finds_the_executor_full_of_the_books_adapters_is_refused() -> None:
+    connection = FakeConnection()
+    adapters, users = lent(connection)
+    for name in "abcd":
+        await adapters.load(name, f"/{name}")
+    with pytest.raises(AdapterLimitError):
+        await adapters.load("e", "/e")
+    with pytest.raises(DuplicateAdapterError):
+        await adapters.load("a", "/other")
+    assert [one.source for one in users.adapters.all()] == ["/a", "/b", "/c", "/d"]
+    assert not [call for call in connection.calls if call.startswith("unload")]
+
+
+async def test_load_says_so_when_the_executor_does_not_let_go_of_what_is_in_the_way() -> None:
+    connection = FakeConnection(adapter("a", "r9"))
+    connection.fail["unload a"] = refusal(grpc.StatusCode.FAILED_PRECONDITION, "SOMETHING")
+    adapters, users = lent(connection)
+    with pytest.raises(UnavailableError, match="does not unload adapter 'a'"):
+        await adapters.load("a", "/another")
     assert users.adapters.all() == []
 
 
