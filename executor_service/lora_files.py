@@ -22,11 +22,10 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 
 from executor_service.backends.base import AdapterError
+from executor_service.lora_hub import fetch_adapter
 
 __all__ = ["AdapterFiles", "LoraMatrices", "read_adapter_files"]
 
@@ -107,7 +106,7 @@ def read_adapter_files(source: str, max_file_bytes: int) -> AdapterFiles:
     Raises:
         AdapterError: there is none, it cannot be read, is too large, or asks for more than LoRA on linear layers.
     """
-    folder = _folder(source)
+    folder = _folder(source, max_file_bytes)
     config = _read_config(folder, source)
     _require_plain_lora(config)
     path = folder / WEIGHTS_FILE
@@ -132,26 +131,10 @@ def read_adapter_files(source: str, max_file_bytes: int) -> AdapterFiles:
     return AdapterFiles(digest.hexdigest()[:32], matrices)
 
 
-def _folder(source: str) -> Path:
-    """The folder that a source names, fetched from the hub if there is none of that path."""
+def _folder(source: str, max_file_bytes: int) -> Path:
+    """The folder that a source names, fetched from the hub if there is none of that path. Raises AdapterError."""
     path = Path(source).expanduser()
-    if path.is_dir():
-        return path
-    try:
-        return Path(snapshot_download(source, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE]))
-    except HFValidationError as error:
-        raise AdapterError(
-            "ADAPTER_NOT_FOUND",
-            f"source: expected a folder on the executor's machine, or a hub id, got {source!r}: nothing there",
-            source=source,
-        ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise AdapterError(
-            "ADAPTER_NOT_REACHABLE",
-            f"source: {source!r} is no folder on the executor's machine, and as a hub id it could not be fetched"
-            f" ({type(error).__name__}: {error}); check the spelling and the network, set HF_TOKEN for a gated one",
-            source=source,
-        ) from error
+    return path if path.is_dir() else fetch_adapter(source, (CONFIG_FILE, WEIGHTS_FILE), max_file_bytes)
 
 
 def _read_config(folder: Path, source: str) -> dict[str, Any]:
