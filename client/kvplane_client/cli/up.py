@@ -76,6 +76,9 @@ def up(
     num_blocks_override: up_opt.NumBlocksOverride = None,
     block_size: up_opt.BlockSize = None,
     max_model_len: up_opt.MaxModelLen = None,
+    max_loras: up_opt.MaxLoras = None,
+    max_lora_rank: up_opt.MaxLoraRank = None,
+    tensor_parallel_size: up_opt.TensorParallelSize = None,
     max_num_batched_tokens: up_opt.MaxNumBatchedTokens = None,
     max_num_seqs: up_opt.MaxNumSeqs = None,
     policy: up_opt.Policy = None,
@@ -92,6 +95,9 @@ def up(
     if max_num_seqs is not None and max_num_batched_tokens is not None and max_num_seqs > max_num_batched_tokens:
         expected = f"at most --max-num-batched-tokens ({max_num_batched_tokens})"
         raise refused(expected, max_num_seqs, "lower it or raise the other", option="--max-num-seqs")
+    if max_loras and (tensor_parallel_size or 1) > 1:
+        expected = f"0 with --tensor-parallel-size {tensor_parallel_size}"
+        raise refused(expected, max_loras, "leave one of the two out", option="--max-loras")
     if model is not None and backend == _READS_MODELS and (model not in KNOWN_MODELS or Path(model).exists()):
         check_model(model)
     manager_flags = {
@@ -111,6 +117,9 @@ def up(
         "--num-blocks-override": num_blocks_override,
         "--block-size": block_size,
         "--max-model-len": max_model_len,
+        "--max-loras": max_loras,
+        "--max-lora-rank": max_lora_rank,
+        "--tensor-parallel-size": tensor_parallel_size,
     }
     settings = SupervisorSettings(restart_executor=not no_restart_executor, drain_seconds=drain_seconds + _STOP_SECONDS)
     with reported(as_json):

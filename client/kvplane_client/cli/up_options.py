@@ -24,6 +24,8 @@ __all__ = [
     "Host",
     "KvCacheDtype",
     "ManagerArg",
+    "MaxLoraRank",
+    "MaxLoras",
     "MaxModelLen",
     "MaxNumBatchedTokens",
     "MaxNumSeqs",
@@ -36,6 +38,7 @@ __all__ = [
     "PreemptionMode",
     "StateDir",
     "SwapSpace",
+    "TensorParallelSize",
     "Verbose",
 ]
 
@@ -155,6 +158,27 @@ MaxModelLen = Annotated[
     typer.Option(
         "--max-model-len", metavar="N", parser=integer(2, MAX_INT32, advice="leave it out for the model's own"),
         help="Most tokens of a sequence. Default: the model's own.", rich_help_panel=_EXECUTOR,
+    ),
+]  # fmt: skip
+MaxLoras = Annotated[
+    int | None,
+    typer.Option(
+        "--max-loras", metavar="N", parser=integer(0, 1024, advice="4 is a beginning"),
+        help="LoRA adapters loaded at once: kvplane adapter load. Default: 0, none.", rich_help_panel=_EXECUTOR,
+    ),
+]  # fmt: skip
+MaxLoraRank = Annotated[
+    int | None,
+    typer.Option(
+        "--max-lora-rank", metavar="N", parser=integer(1, 4096, advice="16 is usual"),
+        help="Largest rank of an adapter. Default: 16.", rich_help_panel=_EXECUTOR,
+    ),
+]  # fmt: skip
+TensorParallelSize = Annotated[
+    int | None,
+    typer.Option(
+        "--tensor-parallel-size", metavar="N", parser=integer(1, 64, advice="1 is one process"),
+        help="Processes that share the model, each on a GPU if there are any. Default: 1.", rich_help_panel=_EXECUTOR,
     ),
 ]  # fmt: skip
 ExecutorArg = Annotated[

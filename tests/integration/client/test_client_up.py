@@ -142,6 +142,7 @@ def test_up_is_ready_then_stops_in_order_on_interrupt(tmp_path: Path, running: l
     up = Up(
         tmp_path, "--backend", "sim", "--port", "0", "--json", "--block-size", "8", "--max-model-len", "64",
         "--num-blocks-override", "9", "--memory-limit", "1GiB", "--swap-space", "64KiB", "--max-num-seqs", "3",
+        "--max-loras", "0", "--max-lora-rank", "8", "--tensor-parallel-size", "1",
         "--policy", "priority", "--preemption-mode", "swap", "--drain-seconds", "20",
         "--manager-arg=--queue-ahead=false",
         "--executor-arg=--num-threads", "--executor-arg=1",
@@ -166,7 +167,8 @@ def test_up_is_ready_then_stops_in_order_on_interrupt(tmp_path: Path, running: l
     assert up.arguments_of("executor") == [
         "--manager", f"localhost:{port}", "--port", "0", "--log-format", "json", "--exit-with-parent", "--backend",
         "sim", "--memory-limit", "1073741824", "--swap-space", "65536", "--num-blocks-override", "9", "--block-size",
-        "8", "--max-model-len", "64", "--num-threads", "1",
+        "8", "--max-model-len", "64", "--max-loras", "0", "--max-lora-rank", "8", "--tensor-parallel-size", "1",
+        "--num-threads", "1",
     ]  # fmt: skip
     assert '"model_loaded"' in (tmp_path / "state" / "executor.log").read_text()
 
@@ -287,6 +289,7 @@ def test_up_tells_an_error_of_a_child_once(tmp_path: Path, running: list[Up]) ->
         (["--backend", "nonsense"], "one of "),
         (["--dtype", "int3"], "one of auto, float32"),
         (["--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "at most --max-num-batched-tokens (8)"),
+        (["--max-loras", "4", "--tensor-parallel-size", "2"], "0 with --tensor-parallel-size 2"),
         (["--port", "65536"], "a whole number, 0 to 65535"),
         (["--drain-seconds", "-1"], "a number, at least 0"),
     ],
