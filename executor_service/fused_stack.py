@@ -1,6 +1,6 @@
 """All fused layers of a model as one call of a compiled kernel, in steps in which nobody looks in between.
 
-Station: `backends.torch_backend` calls `stack_layers` once layers are fused and packed; from then on the first
+Station: `backends.torch_loading` calls `stack_layers` once layers are fused and packed; from then on the first
 `FusedLayer` of a step computes all of them here, and the others hand its result on.
 
 Why: called one by one, 30 layers are 300 calls and 210 times that threads sleep and are woken; together that takes

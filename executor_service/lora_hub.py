@@ -19,7 +19,7 @@ from pathlib import Path
 import structlog
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined] # documented, and not in its __all__
 
 from executor_service.backends.base import AdapterError
 from executor_service.parent_watch import exit_with_parent

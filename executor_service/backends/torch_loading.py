@@ -2,8 +2,8 @@
 
 Station: called once by `torch_backend`. It reads the weights (`model_loader`), looks at one forward pass
 (`model_runner.probe`), lays out the K/V, chooses kernels, replaces modules by faster ones that compute the same
-(`fused_layers`, `packed_linear`, `fused_stack`), finds the layers that adapters may be for (`lora`), and the scales of K/V in eight
-bits (`kv_scales`). How much memory there is it leaves to `torch_memory`.
+(`fused_layers`, `packed_linear`, `fused_stack`), finds the layers that adapters may be for (`lora`), and the scales of
+K/V in eight bits (`kv_scales`). How much memory there is it leaves to `torch_memory`.
 """
 
 from __future__ import annotations

@@ -165,9 +165,10 @@ def _fingerprint(compiler: Sequence[str]) -> str:
     programs = [place for word in compiler if (place := shutil.which(word))]  # a launcher and its compiler are two
     stats = [Path(place).resolve().stat() for place in programs]
     of_compiler = [shlex.join(compiler), *(f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats)]
-    for part in (*_sources(), " ".join(FLAGS), *of_compiler, _cpu()):
-        digest.update(part.encode() if isinstance(part, str) else part)
-        digest.update(b"\0")
+    for source in _sources():
+        digest.update(source + b"\0")
+    for part in (" ".join(FLAGS), *of_compiler, _cpu()):
+        digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:24]
 
 

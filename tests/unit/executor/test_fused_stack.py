@@ -44,8 +44,7 @@ def loaded(folder: Path, **changes: object) -> TorchBackend:
 
 
 def layers_of(backend: TorchBackend) -> list[FusedLayer]:
-    assert backend._loaded is not None
-    return [module for module in backend._loaded.model.modules() if isinstance(module, FusedLayer)]
+    return [module for module in backend._ready().loaded.model.modules() if isinstance(module, FusedLayer)]
 
 
 def steps() -> list[StepBatch]:
