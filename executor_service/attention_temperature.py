@@ -1,6 +1,6 @@
 """Attention whose queries grow with their positions, as in the layers of Llama 4 that have no rotary positions.
 
-Station: `take_temperature` is called by `backends.torch_backend` when a model is loaded; `model_runner` asks for a
+Station: `take_temperature` is called by `backends.torch_loading` when a model is loaded; `model_runner` asks for a
 step's factors once and applies them in each such layer. transformers' module counts a token's position from the start
 of its input, which here is rows of many sequences end to end: so it is told to leave its queries alone.
 
