@@ -57,10 +57,10 @@ def shortest_schedule(life: Life, operations: list[Operation]) -> list[Operation
 def report(chaos: Chaos, error: AssertionError) -> str:
     """Everything one needs to see the failure again."""
     schedule = shortest_schedule(chaos.life, chaos.operations)
-    again = failure_of(chaos.life, schedule)
+    again, first = failure_of(chaos.life, schedule), chaos.conditions
     lines = [
         f"{error}",
-        f"{chaos.life}: block_size {chaos.block_size}, num_blocks {chaos.num_blocks}, {chaos.world.config}",
+        f"{chaos.life}: block_size {first.block_size}, num_blocks {first.num_blocks}, {chaos.world.config}",
         f"{len(schedule)} of {len(chaos.operations)} operations still fail: {again!r}",
         *(f"    {operation}," for operation in schedule),
     ]

@@ -12,7 +12,7 @@ from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import NewRequest, StopRules
 from kvmanager_service.core.scheduler_config import SchedulerConfig
-from tests.simulation.chaos import one_byte_hash
+from tests.simulation.conditions import one_byte_hash
 from tests.simulation.harness import VOCAB_SIZE, World
 
 

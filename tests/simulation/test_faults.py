@@ -17,9 +17,10 @@ from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import Request, SamplingParams
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import SchedulerStats
-from tests.simulation.chaos import Chaos, Counts
+from tests.simulation.chaos import Chaos
 from tests.simulation.harness import VOCAB_SIZE, World
 from tests.simulation.life import Life
+from tests.simulation.met import Counts
 from tests.unit.core.builders import make_new
 
 FIRST_SEED = int(os.environ.get("KVPLANE_SIMULATION_SEED", "1"))
