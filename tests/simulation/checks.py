@@ -110,18 +110,17 @@ class Checks:
             assert is_full, f"{request_id} was ended before the pool was"
         elif isinstance(error, RowFailedError) and error.reason == "STEP_FAILED":
             assert self._deeds.losses >= MAX_FAILED_STEPS
-            is_innocent = not self._is_of_a_poisoned_family(story)
-            assert not is_innocent or self._deeds.chance_losses, f"{request_id} was ended for what another breaks"
+            assert self._may_be_blamed(story), f"{request_id} was ended for what another breaks"
         elif isinstance(error, RowFailedError):
             assert story.row_failures, f"{request_id} ended by {error.reason}, and no row of it had failed"
         else:
             assert isinstance(error, CoreError)
             assert error.reason == "UNAVAILABLE", repr(error)
 
-    def _is_of_a_poisoned_family(self, story: Story) -> bool:
-        """Whether it, or another output of its request, breaks executors: all that have come as far end with that."""
-        accepted = self._deeds.accepted.values()
-        return any(one.new is story.new and one.poisoned_at is not None for one in accepted)
+    def _may_be_blamed(self, story: Story) -> bool:
+        """Whether it breaks executors, or by chance was in what they lost; or another output of its request."""
+        family = [one for one in self._deeds.accepted.values() if one.new is story.new]
+        return any(one.poisoned_at is not None or one.chance_losses for one in family)
 
     def check_end(self) -> None:
         """When every request has ended: nothing is held, promised or believed any more."""

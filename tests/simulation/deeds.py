@@ -25,6 +25,7 @@ from kvmanager_service.core.errors import (
 from kvmanager_service.core.extra_keys import request_keys
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import TOKEN_BYTES, FinishReason
+from kvmanager_service.core.suspects import MAX_FAILED_STEPS
 from kvmanager_service.engine_views import request_views
 from tests.simulation.conditions import Clock
 from tests.simulation.damage import damage
@@ -49,7 +50,6 @@ class Deeds:
         pending: stories of requests that are to come, the next one last.
         counts: what was met.
         losses: how often steps were lost.
-        chance_losses: of those, the ones that no poisoned request brought about.
         smallest_pool: tokens of the longest sequence that each executor so far could hold.
         was_replaced: whether there was another executor.
         late_answers: of steps that were computed, and whose stream broke before anybody heard of it.
@@ -62,7 +62,7 @@ class Deeds:
         self.counts = Counts()
         self.accepted: dict[str, Story] = {}
         self.pending = list(reversed(stories.drawn.values()))
-        self.losses = self.chance_losses = 0
+        self.losses = 0
         self.smallest_pool = self.pool_tokens
         self.was_replaced = False
         self.late_answers: deque[pb.ExecuteResponse] = deque(maxlen=MAX_LATE_ANSWERS)
@@ -212,27 +212,27 @@ class Deeds:
         """The stream breaks when so many of the steps that are out were computed, and nobody heard of it."""
         for _ in range(min(num_computed, len(self.world.executor.queue))):
             self.late_answers.append(self.world.executor.compute())
-        self.chance_losses += 1
-        self._break_stream()
-
-    def _break_stream(self) -> None:
-        self.losses += 1
+        self._note_chance()
         self.world.lose_stream()
+
+    def _note_chance(self) -> None:
+        """What is out is about to be lost, and nobody's row is why."""
+        self.losses += 1
+        for row in self.world.scheduler.outstanding[0].rows if self.world.scheduler.outstanding else ():
+            self.accepted[row.request.request_id].chance_losses += 1
 
     def replace_executor(self, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
         """The executor dies and another takes its place; what the first has computed may still be on its way."""
         while self.world.executor.queue:
             self.late_answers.append(self.world.executor.compute())
-        self.losses += 1
-        self.chance_losses += 1
+        self._note_chance()
         self.world.replace_executor(num_blocks, block_size, num_host_blocks)
         self.was_replaced = True
         self.smallest_pool = min(self.smallest_pool, self.pool_tokens)
 
     def adopt_cache(self) -> None:
         """The manager makes new books of what the executor has."""
-        self.losses += 1
-        self.chance_losses += 1
+        self._note_chance()
         self.world.adopt_cache()
 
     def fail_row(self, *failed: int) -> None:
@@ -312,8 +312,15 @@ class Deeds:
         """The oldest step is computed and its result taken, unless a row of it breaks the executor."""
         if not self.world.scheduler.outstanding:
             return
-        rows = self.world.scheduler.outstanding[0].rows
-        if any(self.accepted[row.request.request_id].poisoned_at is not None for row in rows):
-            self._break_stream()
-        else:
+        step = self.world.scheduler.outstanding[0]
+        stories = [self.accepted[row.request.request_id] for row in step.rows]
+        branches = [self.accepted[branch.request.request_id] for branch in step.branches]
+        if all(story.poisoned_at is None for story in stories + branches):
             self.world.complete()
+            return
+        for story in stories:
+            if story.poisoned_at is not None:
+                story.num_broken += 1
+                assert story.num_broken <= MAX_FAILED_STEPS, "a request breaks steps for ever"
+        self.losses += 1
+        self.world.lose_stream()

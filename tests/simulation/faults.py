@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvmanager_service.core.scheduler_config import RECOMPUTE
+from kvmanager_service.core.step import ScheduledRow
 from tests.simulation.conditions import Conditions
 from tests.simulation.deeds import Deeds
 from tests.simulation.met import Counts, states_of
@@ -83,7 +84,8 @@ class Faults:
             (self.jump_in_time, 0.4, 0.1),
             (self.hear_late, 0.7, 0.1),
             (self.abort_in_a_new_state, 0.5, 1.0),
-            (self.poison, 0.3, 0.1),
+            (self.poison, 0.4, 0.2),
+            (self.fail_row_of_a_parent, 0.3, 0.5),
         ):
             source = random.Random(f"{fault.__name__} of {conditions.life.seed}")
             if source.random() < chance:
@@ -220,6 +222,13 @@ class Faults:
             rng, num_rows = self._conditions.rng, len(outstanding[0].rows)
             self._done("fail_row", "fail_row", *rng.sample(range(num_rows), min(num_rows, rng.choice((1, 1, 2)))))
 
+    def fail_row_of_a_parent(self) -> None:
+        """One whose last block another request has, too."""
+        outstanding = self._world.scheduler.outstanding
+        shared = [index for index, row in enumerate(outstanding[0].rows if outstanding else ()) if _is_shared(row)]
+        if shared:
+            self._done("fail_row_of_a_parent", "fail_row", self._seeking.choice(shared))
+
     def poison(self) -> None:
         """Few of them: until each has ended, steps of others are lost as well."""
         requests = sorted(self._world.scheduler.requests.values(), key=lambda request: request.request_id)
@@ -245,3 +254,9 @@ class Faults:
         if late:
             index = self._seeking.choice((late - 1, self._seeking.randrange(late)))
             self._done("hear_late", "hear_late", index, self._seeking.random() < 0.3)
+
+
+def _is_shared(row: ScheduledRow) -> bool:
+    """Whether the request's newest block, or its newest of any group, is another table's, too."""
+    newest = [table.blocks[-1] for table in row.request.tables] or row.request.blocks[-1:]
+    return any(block.ref_cnt > 1 for block in newest)

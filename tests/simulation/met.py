@@ -6,7 +6,7 @@ Station: `Deeds` and `Checks` count here. `STATES` are all states that a request
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final
 
 from kvmanager_service.core.block import KVCacheBlock
@@ -34,6 +34,13 @@ class Counts:
     refused: dict[str, int] = field(default_factory=dict)
     outcomes: dict[str, int] = field(default_factory=dict)
     aborted_in: dict[str, int] = field(default_factory=dict)
+
+    def add_all(self, other: Counts) -> None:
+        """What another life has met as well."""
+        for one in fields(self):
+            counter = getattr(self, one.name)
+            for name, times in getattr(other, one.name).items():
+                counter[name] = counter.get(name, 0) + times
 
     @staticmethod
     def add(counter: dict[str, int], name: str) -> None:

@@ -41,7 +41,9 @@ class Story:
         reason: how it ends, if nothing ends it before.
         ended: whether its end has been checked.
         row_failures: how many of its rows have failed.
+        chance_losses: how often a step was lost that had a row of it, and none that breaks steps.
         poisoned_at: how many tokens had come when it began to break every step that has a row of it.
+        num_broken: how many steps it has broken.
     """
 
     new: NewRequest
@@ -50,7 +52,9 @@ class Story:
     reason: FinishReason
     ended: bool = False
     row_failures: int = 0
+    chance_losses: int = 0
     poisoned_at: int | None = None
+    num_broken: int = 0
 
 
 class Stories:

@@ -209,34 +209,62 @@ def test_simulation_manager_restarted_after_a_reset_adopts_nothing() -> None:
     assert world.adopt_cache() == 0
 
 
+def met_in_lives_of_ci() -> Counts:
+    """Everything that the first of the lives above have met; they are lived once."""
+    met = Counts()
+    for counts in (
+        *(counts_of(seed) for seed in range(1, 41)),
+        *(crowded_counts_of(seed, mode)[0] for seed in range(1, 21) for mode in ("swap", "auto")),
+    ):
+        met.add_all(counts)
+    return met
+
+
 def test_simulation_many_lives_meet_every_fault_and_every_end() -> None:
     """The lives above prove nothing about faults that they never meet."""
-    faults: set[str] = set()
-    ends: set[str] = set()
-    refused: set[str] = set()
-    for seed in range(1, 31):
-        counts = counts_of(seed)
-        faults |= counts.faults.keys()
-        ends |= counts.finished.keys()
-        refused |= counts.refused.keys()
-    assert faults == {
+    met = met_in_lives_of_ci()
+    assert met.faults.keys() == {
         "abort",
+        "abort_in_a_new_state",
         "abort_swapped",
         "add_duplicate",
         "adopt_cache",
         "answer_of_the_former",
         "fail",
         "fail_row",
+        "fail_row_of_a_parent",
         "finish_by_stop_string",
         "fork",
+        "hear_late",
+        "jump_ahead",
+        "jump_back",
         "lose_stream",
         "lose_stream_that_copies",
         "pin",
+        "poison",
         "replace_executor",
         "reset_prefix_cache",
         "send_bad_result",
         "unpin",
         "wait",
     }
-    assert ends == {"stop", "length", "abort", "error"}
-    assert refused == {"too long", "queue full"}
+    assert met.outcomes.keys() == {
+        "fork runs at once",
+        "fork waits",
+        "late answer of another cache",
+        "late answer of the same cache",
+        "pin refused: PIN_LIMIT",
+        "pin refused: PIN_NAME_IN_USE",
+        "pin refused: PIN_TOO_SHORT",
+        "pinned",
+        "reset",
+        "reset refused",
+    }
+    assert met.finished.keys() == {"stop", "length", "abort", "error"}
+    assert met.refused.keys() == {"too long", "queue full"}
+
+
+def test_simulation_many_lives_meet_an_abort_in_every_state_of_a_request() -> None:
+    """Whatever a request waits for or has under way, its client may go away in just that moment."""
+    missing = STATES.keys() - met_in_lives_of_ci().aborted_in.keys()
+    assert not missing, f"no request was aborted {sorted(missing)}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 from kvplane.executor.v1 import executor_service_pb2 as pb
@@ -22,6 +23,7 @@ from kvmanager_service.core.step import BlockCopy, CopyDirection, ScheduledRow, 
 from kvmanager_service.core.step_plan import StepPlan
 from kvmanager_service.core.swap_space import CopyPhase, HostCopy, SwapSpace
 from kvmanager_service.core.tag_outbox import Tag
+from tests.simulation.broken import MAX_SEEDS, Mutation, require_notice
 from tests.simulation.chaos import Chaos
 from tests.simulation.life import Life
 from tests.simulation.test_faults import (
@@ -31,10 +33,6 @@ from tests.simulation.test_faults import (
 )
 
 pytestmark = pytest.mark.patches_core
-
-MAX_SEEDS = 150
-
-Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 def one_block_too_few(patch: pytest.MonkeyPatch) -> None:
@@ -252,8 +250,8 @@ def preemption_forgets_to_wait(patch: pytest.MonkeyPatch) -> None:
 def wrong_last_block_len(patch: pytest.MonkeyPatch) -> None:
     original = step_message.build_execute_request
 
-    def build(step: Step, kv_epoch: int, block_size: int) -> object:
-        message = original(step, kv_epoch, block_size)
+    def build(*arguments: Any) -> pb.ExecuteRequest:
+        message = original(*arguments)
         data = bytearray(message.block_tables[0].last_block_len.data)
         data[0] = 1
         message.block_tables[0].last_block_len.data = bytes(data)
@@ -335,8 +333,8 @@ def host_blocks_are_free_before_they_are_read(patch: pytest.MonkeyPatch) -> None
 def swapped_request_has_computed_one_token_more(patch: pytest.MonkeyPatch) -> None:
     original = HostCopy.__init__
 
-    def init(self: HostCopy, request: Request, host_ids: list[int], num_tokens: int, *rest: object) -> None:
-        original(self, request, host_ids, min(num_tokens + 1, request.num_tokens - 1), *rest)  # type: ignore[arg-type]
+    def init(self: HostCopy, request: Request, *, num_tokens: int, **rest: Any) -> None:
+        original(self, request, num_tokens=min(num_tokens + 1, request.num_tokens - 1), **rest)
 
     patch.setattr(HostCopy, "__init__", init)
     patch.setattr(SwapSpace, "_check_copy", lambda self, copy: None)
@@ -567,23 +565,13 @@ def test_simulation_core_broken_on_purpose_notices(
     mutation: Mutation, one_byte: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutation(monkeypatch)
-    for seed in seeds_for(mutation):
-        try:
-            Chaos(Life(seed, one_byte=one_byte, preemption_mode=RECOMPUTE)).run()
-        except AssertionError:
-            return
-    pytest.fail(f"{mutation.__name__} went unnoticed for {MAX_SEEDS} seeds")
+    require_notice(Life(seed, one_byte=one_byte, preemption_mode=RECOMPUTE) for seed in seeds_for(mutation))
 
 
 @pytest.mark.parametrize("mutation", SWAP_MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_simulation_swap_broken_on_purpose_notices(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     mutation(monkeypatch)
-    for seed in seeds_for(mutation):
-        try:
-            Chaos(Life(seed, preemption_mode="swap", crowded=True)).run()
-        except AssertionError:
-            return
-    pytest.fail(f"{mutation.__name__} went unnoticed for {MAX_SEEDS} seeds")
+    require_notice(Life(seed, preemption_mode="swap", crowded=True) for seed in seeds_for(mutation))
 
 
 def test_simulation_failed_content_that_survives_in_its_twin_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.simulation import simulate
+from tests.simulation.broken import Mutation
 from tests.simulation.chaos import Chaos
 from tests.simulation.life import MODELS, Life, add_options, given_life
 from tests.simulation.shrink import shrink
 from tests.simulation.simulate import chaos_of, failure_of, shortest_schedule
 from tests.simulation.test_mutations import (
-    Mutation,
     freed_blocks_keep_a_reference,
     hit_is_not_taken_out_of_the_free_queue,
     provisional_blocks_survive_lost_steps,

@@ -1,0 +1,224 @@
+"""A test of the tests: late answers, suspects, durations, fairness, forks and what goes on over several KV groups.
+
+Each of these is broken on purpose, and lives must notice. `test_mutations` has blocks, hits, steps and swaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+
+from kvmanager_service.core import branches
+from kvmanager_service.core.block import BlockContent, KVCacheBlock
+from kvmanager_service.core.block_pool import BlockPool
+from kvmanager_service.core.errors import RowFailedError
+from kvmanager_service.core.fair_queue import FairQueue, TenantAccount
+from kvmanager_service.core.group_forks import GroupForks
+from kvmanager_service.core.group_hits import GroupHits
+from kvmanager_service.core.group_swaps import GroupSwaps
+from kvmanager_service.core.pinned_prefixes import PinnedPrefixes
+from kvmanager_service.core.priority_policy import PriorityPolicy
+from kvmanager_service.core.request import TOKEN_BYTES, NewBranch, NewRequest, Request
+from kvmanager_service.core.scheduler import Scheduler
+from kvmanager_service.core.step import ScheduledRow, StepResult
+from kvmanager_service.core.suspects import Suspects
+from tests.simulation.broken import MAX_SEEDS, Mutation, require_notice
+from tests.simulation.life import MODELS, Life
+
+pytestmark = pytest.mark.patches_core
+
+
+def answers_of_broken_streams_are_believed(patch: pytest.MonkeyPatch) -> None:
+    """Whatever comes is the result of the oldest step, if it looks like that."""
+    original = Scheduler.update
+
+    def update(self: Scheduler, result: StepResult) -> None:
+        if self.outstanding and result.step_id < self.outstanding[0].step_id - 1:
+            result.step_id = self.outstanding[0].step_id
+        original(self, result)
+
+    patch.setattr(Scheduler, "update", update)
+
+
+def nobody_is_tried_alone(patch: pytest.MonkeyPatch) -> None:
+    """Whoever was in the same steps ends with the one that breaks them."""
+    original = Suspects.blame
+
+    def blame(self: Suspects, rows: Iterable[ScheduledRow]) -> list[tuple[Request, RowFailedError]]:
+        failed = original(self, rows)
+        self._requests.clear()
+        return failed
+
+    patch.setattr(Suspects, "blame", blame)
+
+
+def nobody_is_ended_for_what_it_breaks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Suspects, "blame", lambda self, rows: [])
+
+
+def durations_never_end(patch: pytest.MonkeyPatch) -> None:
+    def advance(self: PriorityPolicy, now: float) -> None:
+        self._now = now
+
+    patch.setattr(PriorityPolicy, "advance", advance)
+
+
+def output_is_free(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FairQueue, "charge_token", lambda self, request: None)
+
+
+def counters_grow_and_the_heap_does_not_hear(patch: pytest.MonkeyPatch) -> None:
+    def lowest(self: FairQueue) -> TenantAccount | None:
+        while self._heap and self._heap[0][1] != self._heap[0][2].entry:
+            self._heap.pop(0)
+            self._heap.sort(key=lambda entry: entry[:2])
+        return self._heap[0][2] if self._heap else None
+
+    patch.setattr(FairQueue, "_lowest", lowest)
+
+
+def whoever_was_away_has_credit(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FairQueue, "_floor", lambda self: 0.0)
+
+
+def resumed_output_may_come_once_more(patch: pytest.MonkeyPatch) -> None:
+    original = Request.__init__
+
+    def init(self: Request, new: NewRequest, arrival_seq: int, branch: NewBranch | None = None) -> None:
+        original(self, new, arrival_seq, branch)
+        self.max_total_tokens += len(new.resumed if branch is None else branch.resumed) // TOKEN_BYTES
+
+    patch.setattr(Request, "__init__", init)
+
+
+def successor_with_other_keys_is_followed(patch: pytest.MonkeyPatch) -> None:
+    original = BlockPool.follow
+
+    def follow(
+        self: BlockPool, parent: BlockContent | None, block_hash: bytes, token_bytes: bytes, extra_keys: bytes
+    ) -> BlockContent | None:
+        successor = None if parent is None else parent.successor
+        if successor is not None and successor.token_bytes == token_bytes:
+            return successor
+        return original(self, parent, block_hash, token_bytes, extra_keys)
+
+    patch.setattr(BlockPool, "follow", follow)
+
+
+def forks_share_what_is_yet_to_be_computed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(branches, "num_acknowledged", lambda request, outstanding: request.num_computed_tokens)
+
+
+# --- over several KV groups -------------------------------------------------------------------------------------------
+
+
+def tails_of_one_group_only_are_copied(patch: pytest.MonkeyPatch) -> None:
+    """Of the others both write to the same block."""
+    original = GroupForks.own_tails
+
+    def own_tails(self: GroupForks, request: Request) -> None:
+        groups, self._groups = self._groups, self._groups[:1]
+        tables, request.tables = request.tables, request.tables[:1]
+        try:
+            original(self, request)
+        finally:
+            self._groups, request.tables = groups, tables
+
+    patch.setattr(GroupForks, "own_tails", own_tails)
+
+
+def forked_windows_begin_a_block_late(patch: pytest.MonkeyPatch) -> None:
+    original = GroupForks.fork
+
+    def fork(self: GroupForks, parent: Request, child: Request, num_tokens: int) -> None:
+        original(self, parent, child, num_tokens)
+        for table in child.tables[1:]:
+            if table.first + 1 < len(table.blocks):
+                self._pool.free_blocks([table.blocks[table.first]])
+                table.leave(table.first + 1)
+
+    patch.setattr(GroupForks, "fork", fork)
+
+
+def what_comes_back_goes_to_another_group(patch: pytest.MonkeyPatch) -> None:
+    original = GroupSwaps.blocks_to_fill
+
+    def blocks_to_fill(self: GroupSwaps, request: Request, num_tokens: int) -> list[tuple[int, KVCacheBlock]]:
+        filled = original(self, request, num_tokens)
+        return [(place, block) for (place, _), (_, block) in zip(filled, reversed(filled), strict=True)]
+
+    patch.setattr(GroupSwaps, "blocks_to_fill", blocks_to_fill)
+
+
+def a_state_that_has_moved_on_is_swapped(patch: pytest.MonkeyPatch) -> None:
+    """Its newest block is copied, whatever position the request is to go on from."""
+
+    def blocks_read_at(self: GroupSwaps, request: Request, num_tokens: int) -> list[tuple[KVCacheBlock, bool]]:
+        return [
+            (request.tables[group_index].blocks[max(index, request.tables[group_index].first)], True)
+            for group_index, index in self._hits.entries(num_tokens)
+        ]
+
+    patch.setattr(GroupSwaps, "blocks_read_at", blocks_read_at)
+
+
+def pins_of_groups_take_what_is_yet_to_be_filled(patch: pytest.MonkeyPatch) -> None:
+    def filled_block(self: GroupHits, request: Request, entry: tuple[int, int]) -> KVCacheBlock | None:
+        return self.cached_block(request, *entry)
+
+    patch.setattr(GroupHits, "filled_block", filled_block)
+
+
+def pins_of_groups_keep_what_a_failed_row_put_in_doubt(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PinnedPrefixes, "distrusted", lambda self: None)
+
+
+Lives = Callable[[int], Life]
+
+
+def plain(seed: int) -> Life:
+    return Life(seed)
+
+
+def fair(seed: int) -> Life:
+    return Life(seed, policy="fair")
+
+
+def of(model: str) -> Lives:
+    return lambda seed: Life(seed, windows=MODELS[model])
+
+
+def swapping(model: str) -> Lives:
+    return lambda seed: Life(seed, windows=MODELS[model], crowded=True, num_requests=12, preemption_mode="swap")
+
+
+MUTATIONS: Sequence[tuple[Mutation, Lives, int]] = [
+    (answers_of_broken_streams_are_believed, plain, 1),
+    (nobody_is_tried_alone, plain, 1),
+    (nobody_is_ended_for_what_it_breaks, plain, 1),
+    (durations_never_end, plain, 1),
+    (output_is_free, fair, 1),
+    (counters_grow_and_the_heap_does_not_hear, fair, 1),
+    (whoever_was_away_has_credit, fair, 1),
+    (resumed_output_may_come_once_more, plain, 1),
+    (successor_with_other_keys_is_followed, plain, 1),
+    (forks_share_what_is_yet_to_be_computed, plain, 1),
+    (tails_of_one_group_only_are_copied, of("two full"), 1),
+    (forked_windows_begin_a_block_late, of("full and sliding"), 1),
+    (what_comes_back_goes_to_another_group, swapping("full and sliding"), 1),
+    (a_state_that_has_moved_on_is_swapped, swapping("full and states"), 1),
+    (pins_of_groups_take_what_is_yet_to_be_filled, of("two full"), 1),
+    (pins_of_groups_keep_what_a_failed_row_put_in_doubt, of("full and sliding"), 1),
+]
+"""With the first seed to try: those before it live on, and long; one that no longer notices is followed by others."""
+
+
+@pytest.mark.parametrize(
+    ("mutation", "life", "first"), MUTATIONS, ids=lambda value: value.__name__ if callable(value) else str(value)
+)
+def test_simulation_policy_broken_on_purpose_notices(
+    mutation: Mutation, life: Lives, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutation(monkeypatch)
+    require_notice(life(seed) for seed in range(first, first + MAX_SEEDS))
