@@ -20,7 +20,7 @@ from kvmanager_service.core.step import SchedulerStats
 from tests.simulation.chaos import Chaos
 from tests.simulation.harness import VOCAB_SIZE, World
 from tests.simulation.life import Life
-from tests.simulation.met import Counts
+from tests.simulation.met import STATES, Counts
 from tests.unit.core.builders import make_new
 
 FIRST_SEED = int(os.environ.get("KVPLANE_SIMULATION_SEED", "1"))
