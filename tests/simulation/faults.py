@@ -90,6 +90,10 @@ class Faults:
             source = random.Random(f"{fault.__name__} of {conditions.life.seed}")
             if source.random() < chance:
                 self._add(fault, source.choice((0.02, often)), source)
+        source = random.Random(f"nothing but poison of {conditions.life.seed}")
+        if source.random() < 0.1:
+            self.end()  # steps are lost by nothing else: nobody else may end with an error
+            self._add(self.poison, 0.5, source)
 
     def _add(self, fault: Callable[[], None], rate: float, source: random.Random | None = None) -> None:
         self.rates.append((fault, rate, source or self._conditions.rng))
