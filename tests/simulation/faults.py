@@ -10,10 +10,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvmanager_service.core.scheduler_config import RECOMPUTE
-from kvmanager_service.core.step import ScheduledRow
 from tests.simulation.conditions import Conditions
 from tests.simulation.deeds import Deeds
-from tests.simulation.met import Counts, states_of
+from tests.simulation.met import SELDOM, Counts, states_of
 
 MAX_FORKS = 32
 """In one life: each is a request that others may fork from, so that without a limit there may be more and more."""
@@ -80,12 +79,16 @@ class Faults:
             self._add(self.unpin, 0.05)
         if conditions.has_ranges:
             self._add(self.wait, 0.2)
+        self._draw_rates_of_their_own()
+
+    def _draw_rates_of_their_own(self) -> None:
+        """Kinds that have a source of chance each."""
+        conditions = self._conditions
         for fault, chance, often in (
             (self.jump_in_time, 0.4, 0.1),
             (self.hear_late, 0.7, 0.1),
-            (self.abort_in_a_new_state, 0.5, 1.0),
+            (self.abort_in_a_seldom_state, 0.6, 1.0),
             (self.poison, 0.4, 0.2),
-            (self.fail_row_of_a_parent, 0.3, 0.5),
         ):
             source = random.Random(f"{fault.__name__} of {conditions.life.seed}")
             if source.random() < chance:
@@ -127,6 +130,8 @@ class Faults:
             length = branching.randint(0, len(self._deeds.accepted[parent_id].expected))
             word = branching.choice((-1, branching.randrange(self._deeds.stories.num_words)))
             self._done("fork", "fork", parent_id, f"{parent_id}+{self._num_forks}", length, word)
+            if self._conditions.life.faults and self._seeking.random() < 0.3:
+                self._fail_row_of(parent_id)
 
     def abort(self) -> None:
         """Whoever it may be."""
@@ -139,17 +144,17 @@ class Faults:
         if swap_space is not None and (swapped := sorted(request.request_id for request in swap_space.requests())):
             self._done("abort_swapped", "abort", self._conditions.swap.choice(swapped))
 
-    def abort_in_a_new_state(self) -> None:
-        """End one in a state that this life has seen no abort in, as likely a rare one as any."""
+    def abort_in_a_seldom_state(self) -> None:
+        """End one in a state that few are met in, and that this life has seen no abort in."""
         scheduler, deeds = self._world.scheduler, self._deeds
         found: dict[str, list[str]] = {}
         for request_id, request in sorted(scheduler.requests.items()):
             for state in states_of(scheduler, request, deeds.accepted[request_id]):
-                if state not in deeds.counts.aborted_in:
+                if state in SELDOM and state not in deeds.counts.aborted_in:
                     found.setdefault(state, []).append(request_id)
         if found:
             request_ids = found[self._seeking.choice(sorted(found))]
-            self._done("abort_in_a_new_state", "abort", self._seeking.choice(request_ids))
+            self._done("abort_in_a_seldom_state", "abort", self._seeking.choice(request_ids))
 
     def fail(self) -> None:
         """End one with an error."""
@@ -226,12 +231,12 @@ class Faults:
             rng, num_rows = self._conditions.rng, len(outstanding[0].rows)
             self._done("fail_row", "fail_row", *rng.sample(range(num_rows), min(num_rows, rng.choice((1, 1, 2)))))
 
-    def fail_row_of_a_parent(self) -> None:
-        """One whose last block another request has, too."""
+    def _fail_row_of(self, request_id: str) -> None:
+        """If the oldest step has one: who branched off from that request may have what the row writes, and must not."""
         outstanding = self._world.scheduler.outstanding
-        shared = [index for index, row in enumerate(outstanding[0].rows if outstanding else ()) if _is_shared(row)]
-        if shared:
-            self._done("fail_row_of_a_parent", "fail_row", self._seeking.choice(shared))
+        for index, row in enumerate(outstanding[0].rows if outstanding else ()):
+            if row.request.request_id == request_id:
+                self._done("fail_row_of_a_parent", "fail_row", index)
 
     def poison(self) -> None:
         """Few of them: until each has ended, steps of others are lost as well."""
@@ -258,9 +263,3 @@ class Faults:
         if late:
             index = self._seeking.choice((late - 1, self._seeking.randrange(late)))
             self._done("hear_late", "hear_late", index, self._seeking.random() < 0.3)
-
-
-def _is_shared(row: ScheduledRow) -> bool:
-    """Whether the request's newest block, or its newest of any group, is another table's, too."""
-    newest = [table.blocks[-1] for table in row.request.tables] or row.request.blocks[-1:]
-    return any(block.ref_cnt > 1 for block in newest)

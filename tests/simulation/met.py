@@ -186,6 +186,24 @@ STATES: Final[Mapping[str, State]] = {
 }
 """By name, whether a request is in that state; it can be in several. Its story is what the simulation knows of it."""
 
+SELDOM: Final = frozenset(
+    {
+        "awaiting blocks that leave for the host",
+        "branch, sampled for by its leader's row",
+        "fork of one that ran",
+        "its copy of a shared block in flight",
+        "its row failed, and nobody knows yet",
+        "pinned prefix in use",
+        "preempted, a row of its former life in flight",
+        "running again, a row of its former life in flight",
+        "running, with followers",
+        "suspect, to compute alone",
+        "swapping in",
+        "swapping out",
+    }
+)
+"""States that requests are in for a step or two, if at all: an abort meets them if it is meant to."""
+
 
 def states_of(scheduler: Scheduler, request: Request, story: Story) -> list[str]:
     """The states that a request is in."""

@@ -225,7 +225,7 @@ def test_simulation_many_lives_meet_every_fault_and_every_end() -> None:
     met = met_in_lives_of_ci()
     assert met.faults.keys() == {
         "abort",
-        "abort_in_a_new_state",
+        "abort_in_a_seldom_state",
         "abort_swapped",
         "add_duplicate",
         "adopt_cache",

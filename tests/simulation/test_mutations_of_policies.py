@@ -5,10 +5,12 @@ Each of these is broken on purpose, and lives must notice. `test_mutations` has 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
+from executor_service.backends.sim_digest import expected_tokens
 from kvmanager_service.core import branches
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_pool import BlockPool
@@ -19,12 +21,15 @@ from kvmanager_service.core.group_hits import GroupHits
 from kvmanager_service.core.group_swaps import GroupSwaps
 from kvmanager_service.core.pinned_prefixes import PinnedPrefixes
 from kvmanager_service.core.priority_policy import PriorityPolicy
-from kvmanager_service.core.request import TOKEN_BYTES, NewBranch, NewRequest, Request
+from kvmanager_service.core.request import TOKEN_BYTES, NewBranch, NewRequest, Request, SamplingParams
 from kvmanager_service.core.scheduler import Scheduler
+from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import ScheduledRow, StepResult
 from kvmanager_service.core.suspects import Suspects
 from tests.simulation.broken import MAX_SEEDS, Mutation, require_notice
+from tests.simulation.harness import VOCAB_SIZE, World
 from tests.simulation.life import MODELS, Life
+from tests.unit.core.builders import make_new
 
 pytestmark = pytest.mark.patches_core
 
@@ -203,7 +208,6 @@ MUTATIONS: Sequence[tuple[Mutation, Lives, int]] = [
     (whoever_was_away_has_credit, fair, 1),
     (resumed_output_may_come_once_more, plain, 1),
     (successor_with_other_keys_is_followed, plain, 31),
-    (forks_share_what_is_yet_to_be_computed, plain, 1),
     (tails_of_one_group_only_are_copied, of("two full"), 1),
     (forked_windows_begin_a_block_late, of("full and sliding"), 3),
     (what_comes_back_goes_to_another_group, swapping("full and sliding"), 1),
@@ -222,3 +226,33 @@ def test_simulation_policy_broken_on_purpose_notices(
 ) -> None:
     mutation(monkeypatch)
     require_notice(life(seed) for seed in range(first, first + MAX_SEEDS))
+
+
+def live_through_a_failed_row_of_a_parent() -> None:
+    """Somebody branches off from a request whose first row is in flight, and fails: too few lives come to that."""
+    world = World(30, 4, SchedulerConfig(max_outstanding=1))
+    greedy = SamplingParams(temperature=0.0)
+    prompt = [1, 2, 3]
+    longer = prompt + expected_tokens(prompt, 1, vocab_size=VOCAB_SIZE)
+    world.scheduler.add_request(make_new("parent", prompt, max_tokens=6, sampling=greedy))
+    world.schedule()
+    world.scheduler.add_request(
+        dataclasses.replace(make_new("child", longer, max_tokens=3, sampling=greedy), fork_of="parent")
+    )
+    world.executor.backend.rows_to_fail = [0]
+    world.complete()
+    world.run()
+    world.scheduler.check_integrity()
+    assert world.produced["parent"].error is not None
+    expected = expected_tokens(longer, 3, vocab_size=VOCAB_SIZE)
+    assert world.produced["child"].token_ids == expected, "child got other tokens than the oracle's"
+
+
+def test_simulation_fork_of_a_request_whose_row_fails_gets_the_oracles_tokens() -> None:
+    live_through_a_failed_row_of_a_parent()
+
+
+def test_simulation_fork_that_shares_what_is_in_flight_gets_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    forks_share_what_is_yet_to_be_computed(monkeypatch)
+    with pytest.raises(AssertionError, match="child got other tokens"):
+        live_through_a_failed_row_of_a_parent()
