@@ -190,8 +190,8 @@ def fair(seed: int) -> Life:
     return Life(seed, policy="fair")
 
 
-def of(model: str) -> Lives:
-    return lambda seed: Life(seed, windows=MODELS[model])
+def of(model: str, num_requests: int | None = None) -> Lives:
+    return lambda seed: Life(seed, windows=MODELS[model], num_requests=num_requests)
 
 
 def swapping(model: str) -> Lives:
@@ -199,21 +199,21 @@ def swapping(model: str) -> Lives:
 
 
 MUTATIONS: Sequence[tuple[Mutation, Lives, int]] = [
-    (answers_of_broken_streams_are_believed, plain, 1),
+    (answers_of_broken_streams_are_believed, plain, 18),
     (nobody_is_tried_alone, plain, 8),
-    (nobody_is_ended_for_what_it_breaks, plain, 1),
+    (nobody_is_ended_for_what_it_breaks, plain, 8),
     (durations_never_end, plain, 11),
     (output_is_free, fair, 1),
     (counters_grow_and_the_heap_does_not_hear, fair, 1),
     (whoever_was_away_has_credit, fair, 1),
     (resumed_output_may_come_once_more, plain, 1),
     (successor_with_other_keys_is_followed, plain, 31),
-    (tails_of_one_group_only_are_copied, of("two full"), 1),
+    (tails_of_one_group_only_are_copied, of("two full"), 3),
     (forked_windows_begin_a_block_late, of("full and sliding"), 3),
     (what_comes_back_goes_to_another_group, swapping("full and sliding"), 1),
-    (a_state_that_has_moved_on_is_swapped, swapping("full and states"), 1),
-    (pins_of_groups_take_what_is_yet_to_be_filled, of("two full"), 1),
-    (pins_of_groups_keep_what_a_failed_row_put_in_doubt, of("full and sliding"), 1),
+    (a_state_that_has_moved_on_is_swapped, swapping("full and states"), 8),
+    (pins_of_groups_take_what_is_yet_to_be_filled, of("two full", 20), 2),
+    (pins_of_groups_keep_what_a_failed_row_put_in_doubt, of("full and sliding"), 6),
 ]
 """With the first seed to try: those before it live on, and long; one that no longer notices is followed by others."""
 
