@@ -545,7 +545,9 @@ SWAP_MUTATIONS: list[Mutation] = [
 
 NOTICED_BY: dict[Mutation, int] = {
     old_incarnations_are_believed: 36,
-    failed_rows_are_trusted: 9,
+    failed_rows_are_trusted: 14,
+    victims_row_stays_in_the_step: 23,
+    lost_copies_are_held: 8,
     places_of_branches_are_not_kept: 11,
     pins_keep_what_a_failed_row_put_in_doubt: 10,
     swapped_request_has_computed_one_token_more: 36,
