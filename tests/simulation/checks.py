@@ -5,7 +5,6 @@ Station: owned by `Chaos`. It changes nothing but what it has checked already.
 
 from __future__ import annotations
 
-from executor_service.backends.base import STATE
 from kvmanager_service.core.errors import BadResultError, CoreError, PoolExhaustedError, RowFailedError
 from kvmanager_service.core.fair_queue import FairQueue
 from kvmanager_service.core.group_key import group_key
@@ -17,7 +16,7 @@ from kvmanager_service.core.suspects import MAX_FAILED_STEPS
 from tests.simulation.conditions import Conditions
 from tests.simulation.deeds import Deeds
 from tests.simulation.fairness import Fairness
-from tests.simulation.harness import Produced
+from tests.simulation.harness import Produced, first_read
 from tests.simulation.met import Counts
 from tests.simulation.stories import Story
 from tests.unit.core.builders import chain_of
@@ -71,15 +70,14 @@ class Checks:
         assert len(held) == pins.num_held_blocks <= pins.limit
 
     def _entries_to_pin(self, pin: PinnedPrefix) -> list[tuple[int, int]]:
-        """By the definition: of full attention all blocks, of a window and a state those that the next token reads."""
+        """By the definition: of full attention all blocks, of the others those that the next token reads."""
         size = self._world.block_size
         stop = pin.num_tokens // size
         return [
             (group, index)
             for index in range(stop if self._conditions.caching else 0)
             for group, window in enumerate(self._windows or (0,))
-            # A state reads as a window of two tokens does: the newest one before it, and itself.
-            if not window or (index + 1) * size > stop * size - (2 if window == STATE else window) + 1
+            if (index + 1) * size > first_read(stop * size, window)
         ]
 
     def _check_contents(self, request: Request) -> None:

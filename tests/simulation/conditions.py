@@ -11,7 +11,8 @@ import random
 from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import default_hash
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
-from kvmanager_service.core.kv_cache_coordinator import KVCache, KVCacheCoordinator
+from kvmanager_service.core.kv_cache import KVCache
+from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import NewRequest
 from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig
