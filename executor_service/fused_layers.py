@@ -1,6 +1,6 @@
 """Decoder layers of few operations in place of transformers' own, where they are shown to compute the same.
 
-Station: `backends.torch_backend` calls `fuse_layers` on a CPU, before linear layers are packed. It knows the shape that
+Station: `backends.torch_loading` calls `fuse_layers` on a CPU, before linear layers are packed. It knows the shape that
 most decoders since Llama have (the modules' names are what it goes by), and takes nothing on trust: the model runs
 once, and a layer is replaced only if its stand-in asks the same of attention and gives the same result. A model of
 another shape stays as it is.

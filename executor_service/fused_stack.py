@@ -7,8 +7,8 @@ Why: called one by one, 30 layers are 300 calls and 210 times that threads sleep
 longer than reading the weights of a small model. Results are the same to the last bit, which is tried before it is
 relied on.
 
-A layer runs by itself again, and so does the whole stack, as long as a forward hook hangs on one of its projections
-(LoRA), or K/V are stored in another type than the model's.
+The layers run one by one again as long as a forward hook hangs on a projection of any of them (LoRA), and where K/V are
+stored in another type than the model's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs one step through transformers' model code, with attention replaced by the paged one.
 
-Station: called by `backends.torch_backend`; calls the model, the kernels it was given (`kernels.paged_kernels`) and
+Station: called by `backends.torch_model`; calls the model, the kernels it was given (`kernels.paged_kernels`) and
 `sampler`. It keeps weights and nothing of a request.
 
 How: all rows of a step are laid end to end as one sequence with its own `position_ids`; the model sees no cache and no

@@ -1,6 +1,6 @@
 """Linear layers whose weights are laid out once, instead of in every call.
 
-Station: `backends.torch_backend` calls `pack_linear_layers` after loading, on CPU. Model code stays as it is: only
+Station: `backends.torch_loading` calls `pack_linear_layers` after loading, on CPU. Model code stays as it is: only
 modules of exactly `torch.nn.Linear` are replaced, and only when the model runs with their weights out of its sight.
 `fused_layers` makes one of several that have the same input.
 

@@ -1,7 +1,7 @@
 """Paged attention compiled for this machine's CPU: K/V are read where they lie, without a gather.
 
-Station: chosen by `backends.torch_backend` on a CPU with a compiler, instead of `torch_paged`; called through
-`paged_kernels`. The kernel is `native/kernels.cpp`; the oracle is `reference`.
+Station: chosen by `backends.torch_loading` on a CPU with a compiler, instead of `torch_paged`; called through
+`paged_kernels`. The kernel is `native/attention.h`; the oracle is `reference`.
 
 How: a program takes a few tokens of one row and the query heads of one KV head. It goes over the row's keys 32 at a
 time with an online softmax in float32, whatever the type of K/V. Decode and prefill are the same program.

@@ -4,7 +4,7 @@ Station: made by `load_native_ops` once for a backend on CPU; `packed_linear`, `
 call it. What it stands for in torch is its oracle, on which it is tried before it is used.
 
 A call is a few microseconds: addresses and sizes, no dispatcher and no tensor made but the result. Callers give what
-the shapes say; whatever is not so would be memory read or written elsewhere, hence the asserts.
+the shapes say; whatever is not so would be memory read or written elsewhere: it raises ValueError.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class NativeOps(LayerOps):
         packed = self._arena.empty(blocks * self.linear_columns * inputs, torch.bfloat16).zero_()
         offset = 0
         for weight in weights:
-            assert self.packs(weight)
+            _require(self.packs(weight), "weights that packs() takes")
             dense = weight.contiguous()
             self._pack(dense.data_ptr(), len(dense), inputs, offset, packed.data_ptr())
             offset += len(dense)
@@ -130,8 +130,7 @@ class NativeOps(LayerOps):
     ) -> torch.Tensor:
         """X W^T + b. Shape: states (T, inputs), contiguous; returns (T, outputs)."""
         rows, inputs = states.shape
-        assert states.is_contiguous()
-        assert states.dtype == torch.bfloat16
+        _require(states.is_contiguous() and states.dtype == torch.bfloat16, "contiguous states of bfloat16")
         out = states.new_empty((rows, outputs))
         self._linear(
             states.data_ptr(),
@@ -148,9 +147,11 @@ class NativeOps(LayerOps):
         self, states: torch.Tensor, weight: torch.Tensor, eps: float, added: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See the base class."""
-        assert states.is_contiguous()
-        assert weight.dtype == states.dtype
-        assert added is None or (added.is_contiguous() and added.shape == states.shape)
+        _require(states.is_contiguous() and weight.dtype == states.dtype, "contiguous states of the weight's type")
+        _require(
+            added is None or (added.is_contiguous() and added.shape == states.shape),
+            "contiguous `added` of the states' shape",
+        )
         out = torch.empty_like(states)
         width = states.shape[-1]
         self._of_type[states.dtype]["rms_norm"](
@@ -167,18 +168,17 @@ class NativeOps(LayerOps):
     def rotate(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """See the base class."""
         tokens, heads, dim = states.shape
-        assert _heads_adjoin(states)
-        assert cos.is_contiguous()
-        assert sin.is_contiguous()
-        assert cos.shape == sin.shape == (1, tokens, dim)
-        assert cos.dtype == sin.dtype == states.dtype
+        _require(_heads_adjoin(states), "a token's heads side by side")
+        _require(cos.is_contiguous() and sin.is_contiguous(), "contiguous cosines and sines")
+        _require(cos.shape == sin.shape == (1, tokens, dim), "a cosine and a sine for each value of a head")
+        _require(cos.dtype == sin.dtype == states.dtype, "cosines and sines of the states' type")
         self._of_type[states.dtype]["rotary"](
             states.data_ptr(), states.stride(0), cos.data_ptr(), sin.data_ptr(), tokens, heads, dim
         )
 
     def silu_and_mul(self, both: torch.Tensor) -> torch.Tensor:
         """See the base class."""
-        assert both.is_contiguous()
+        _require(both.is_contiguous(), "contiguous gates and ups")
         width = both.shape[-1] // 2
         out = both.new_empty((*both.shape[:-1], width))
         self._of_type[both.dtype]["silu_and_mul"](both.data_ptr(), both.numel() // (2 * width), width, out.data_ptr())
@@ -209,15 +209,14 @@ class NativeOps(LayerOps):
         """
         tokens = states.shape[1]
         for tensor in (states, cos, sin, workspace):
-            assert tensor.dtype == torch.bfloat16
-            assert tensor.is_contiguous()
-        assert workspace.numel() >= self.layers_workspace(sizes, tokens)
-        assert cos.shape == sin.shape == (1, tokens, int(sizes[3]))
-        assert (sizes.shape, layers.shape[1:], pages.shape[1:], groups.shape[1:]) == ((5,), (17,), (3,), (8,))
-        assert len(layers) == len(pages)
+            _require(tensor.dtype == torch.bfloat16 and tensor.is_contiguous(), "contiguous tensors of bfloat16")
         for table in (sizes, layers, pages, groups):
-            assert table.dtype == np.int64
-            assert table.flags.c_contiguous
+            _require(table.dtype == np.int64 and table.flags.c_contiguous, "contiguous tables of int64")
+        shapes = (sizes.shape, layers.shape[1:], pages.shape, groups.shape[1:])
+        _require(shapes == ((5,), (17,), (len(layers), 3), (8,)), "tables with the fields of layers.h")
+        _require(states.shape[2] == sizes[0], "states as wide as the layers")
+        _require(cos.shape == sin.shape == (1, tokens, sizes[3]), "a cosine and a sine for each value of a head")
+        _require(workspace.numel() >= self.layers_workspace(sizes, tokens), "a workspace for all tokens")
         self._layers(
             sizes.ctypes.data,
             layers.ctypes.data,
@@ -249,12 +248,11 @@ class NativeOps(LayerOps):
         kv_heads = key.shape[1]
         width = kv_heads * dim
         for states in (query, key, value):
-            assert states.dtype == keys.dtype
-            assert _heads_adjoin(states)
-        assert key.shape == value.shape == (tokens, kv_heads, dim)
-        assert keys.is_contiguous()
-        assert values.is_contiguous()
-        assert keys.shape[1] == values.shape[1] == width
+            _require(states.dtype == keys.dtype, "states of the cache's type")
+            _require(_heads_adjoin(states), "a token's heads side by side")
+        _require(key.shape == value.shape == (tokens, kv_heads, dim), "K and V of all tokens")
+        _require(keys.is_contiguous() and values.is_contiguous(), "a contiguous cache")
+        _require(keys.shape[1] == values.shape[1] == width, "a cache with rows of all KV heads")
         functions = self._of_type[keys.dtype]
         functions["write_kv"](
             key.data_ptr(),
@@ -356,6 +354,12 @@ def _wrong_in_attention(ops: NativeOps, oracle: TorchOps, dtype: torch.dtype, at
         if not torch.allclose(got.float(), expected, atol=atol):
             wrong.append(f"attention of {dtype} with a window of {window}")
     return wrong
+
+
+def _require(condition: bool, expected: str) -> None:
+    """Refuse what would be read or written out of its place; no assert, which `python -O` leaves out."""
+    if not condition:
+        raise ValueError(f"expected {expected}")
 
 
 def _heads_adjoin(states: torch.Tensor) -> bool:
