@@ -388,6 +388,14 @@ __attribute__((noinline)) void attend_part_pairs(const Attention<bfloat16>& of, 
         if (tile + TILE < seen) {
             int64_t* ahead = two[turn ^ 1];
             walk.next(int(std::min<int64_t>(TILE, seen - tile - TILE)), ahead);
+            // What a table names next no hardware knows.
+            for (int t = 0; t < TILE; t++) {
+                const int64_t place = ahead[t] * width + part.head * dim;
+                for (int64_t d = 0; d < part.heads * dim; d += 2 * LANES) {
+                    _mm_prefetch((const char*)(of.keys + place + d), _MM_HINT_T1);
+                    _mm_prefetch((const char*)(of.values + place + d), _MM_HINT_T1);
+                }
+            }
         }
         for (int64_t head = 0; head < part.heads; head++) {
             const int64_t offset = (part.head + head) * dim;
