@@ -37,7 +37,7 @@ def test_windows_random_faults_every_output_is_the_oracles(model: str, seed: int
 def test_windows_crowded_pool_every_output_is_the_oracles_and_faults_are_met(model: str) -> None:
     """Most requests are preempted, by every mode; hits, losses, adoptions and pins are met in every model."""
     met: Counter[str] = Counter()
-    for index in range(9):
+    for index in range(12):
         mode = PREEMPTION_MODES[index % len(PREEMPTION_MODES)]
         life = Life(FIRST_SEED + index, MODELS[model], crowded=True, num_requests=12, preemption_mode=mode)
         chaos = Chaos(life)
