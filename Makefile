@@ -71,8 +71,8 @@ simulate: $(INSTALLED) ## run the fault simulation for SECONDS=60 from SEED= on;
 # The core compiles on one processor meanwhile.
 .PHONY: check
 check: $(INSTALLED) ## lint, contract, demo and tests: what CI runs
-	@$(MAKE) $(COMPILED)/.built & compiling=$$!; \
-	trap 'kill $$compiling 2>/dev/null || true' EXIT; \
+	@set -m; $(MAKE) $(COMPILED)/.built & compiling=$$!; set +m; \
+	trap 'kill -- -$$compiling 2>/dev/null || true' EXIT; \
 	$(MAKE) lint proto-check demo; \
 	wait $$compiling; \
 	trap - EXIT

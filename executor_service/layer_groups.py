@@ -25,6 +25,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import transformers
 from transformers import PreTrainedConfig
 
 from executor_service.backends.base import STATE, BackendError, chunks_of
@@ -138,6 +139,13 @@ def layer_sources(config: PreTrainedConfig) -> list[int]:
             "MODEL_NOT_SUPPORTED",
             f"expected layers with K/V of their own, got num_kv_shared_layers={text.num_kv_shared_layers} in"
             f" {config.model_type}; this backend shares K/V between layers of {', '.join(SHARING_MODELS)} only",
+            model_type=config.model_type,
+        )
+    if not hasattr(text, "kv_sharing_modes"):  # the model's code of that age keeps shared K/V in a cache of its own
+        raise BackendError(
+            "MODEL_NOT_SUPPORTED",
+            f"expected transformers 5.24 or later for {text.model_type}, whose layers share K/V, got"
+            f" {transformers.__version__}; install a later one",
             model_type=config.model_type,
         )
     sources, last = [], {}

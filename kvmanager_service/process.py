@@ -36,7 +36,7 @@ async def serve(config: ManagerConfig) -> None:
     registry = ExecutorRegistry(time.monotonic, config.lease_ms)
     health = Health()
     engine = EngineLoop(config, registry, health.set_serving, settle_heap)
-    server = ManagerServer(config, engine, registry, health)
+    server = ManagerServer(config, engine, registry, health, settle_heap)
     _warn_of_what_is_open(config)
     if config.api_keys:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload_keys)

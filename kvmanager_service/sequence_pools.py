@@ -22,7 +22,6 @@ from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EV
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.sequence_pool import SequencePool
 from kvmanager_service.errors import StaleBatchError, TooManyPoolsError
-from kvmanager_service.heap import settle_heap
 
 __all__ = ["OpenedPool", "PoolSpec", "SequencePools"]
 
@@ -133,12 +132,21 @@ class SequencePools(Generic[_Answer]):
         max_pools: most at once.
         max_blocks: most blocks of all together.
         isolate_tenants: whether only sequences of one tenant share a pool's blocks.
+        settle: called when a large pool has been made: what is there then stays for long.
     """
 
-    def __init__(self, max_pools: int, max_blocks: int, *, isolate_tenants: bool = False) -> None:
+    def __init__(
+        self,
+        max_pools: int,
+        max_blocks: int,
+        *,
+        isolate_tenants: bool = False,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
         self._max_pools = max_pools
         self._max_blocks = max_blocks
         self._isolate_tenants = isolate_tenants
+        self._settle = settle
         self._pools: dict[str, OpenedPool[_Answer]] = {}
         self._being_made: dict[str, int] = {}
         self._running: set[asyncio.Task[Any]] = set()
@@ -165,7 +173,7 @@ class SequencePools(Generic[_Answer]):
                 sequences = _make(spec, self._isolate_tenants)
             else:
                 sequences = await _make_aside(spec, self._isolate_tenants)
-                settle_heap()
+                self._settle()
         finally:
             del self._being_made[spec.pool_id]
         lease_s = (spec.lease_ms or DEFAULT_LEASE_MS) / 1e3

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -101,6 +102,9 @@ class Health:
 class ManagerServer:
     """The server: started once, stopped once.
 
+    Args:
+        settle: see `SequencePools`.
+
     Attributes:
         manager_id: unique to this run.
         port: the port it listens on, once started.
@@ -109,7 +113,14 @@ class ManagerServer:
         ConfigError: a file of keys, or of the certificate, will not do.
     """
 
-    def __init__(self, config: ManagerConfig, engine: Engine, registry: ExecutorRegistry, health: Health) -> None:
+    def __init__(
+        self,
+        config: ManagerConfig,
+        engine: Engine,
+        registry: ExecutorRegistry,
+        health: Health,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
         self.manager_id = f"manager-{secrets.token_hex(6)}"
         self.port = 0
         self._address = f"[{config.host}]" if ":" in config.host else config.host
@@ -127,7 +138,7 @@ class ManagerServer:
             InferenceServicer(engine, Admission(engine, isolate_tenants=config.isolate_tenants)), self._server
         )
         kv_manager_service_pb2_grpc.add_KvManagerServiceServicer_to_server(
-            KvManagerServicer(engine, config), self._server
+            KvManagerServicer(engine, config, settle), self._server
         )
         executor_registry_service_pb2_grpc.add_ExecutorRegistryServiceServicer_to_server(
             ExecutorRegistryServicer(registry, engine, self.manager_id), self._server

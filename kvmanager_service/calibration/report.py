@@ -45,8 +45,11 @@ def summarise(found: Measurement, model: CostModel, settings: dict[str, Any]) ->
 
 def _group(group: pb.KvGroup) -> dict[str, Any]:
     kind = pb.KvGroupType.Name(group.type).removeprefix("KV_GROUP_TYPE_").lower()
-    window = {"window": group.window} if group.type == pb.KV_GROUP_TYPE_SLIDING_WINDOW else {}
-    return {"type": kind, **window, "num_layers": group.num_layers}
+    sizes = {
+        pb.KV_GROUP_TYPE_SLIDING_WINDOW: {"window": group.window},
+        pb.KV_GROUP_TYPE_CHUNKED_LOCAL: {"chunk": group.chunk},
+    }
+    return {"type": kind, **sizes.get(group.type, {}), "num_layers": group.num_layers}
 
 
 def _step(step: Measured, model: CostModel) -> dict[str, Any]:

@@ -164,8 +164,7 @@ def _read_shape(path: Path, values: object) -> GroupShape:
     kind = _FILE_TYPES.get(str(values.get("type"))) if isinstance(values, dict) else None
     if not isinstance(values, dict) or kind is None:
         raise KvCacheFileError(str(path), f"groups with a type of {', '.join(_FILE_TYPES)}", repr(values))
-    has_size = kind in ("window", "chunk")
-    size = _integer(path, "window of a group", values.get("window"), 1) if has_size else 0
+    size = _integer(path, f"{kind} of a group", values.get(kind), 1) if kind in ("window", "chunk") else 0
     return GroupShape(kind, size, _integer(path, "num_layers of a group", values.get("num_layers"), 1))
 
 

@@ -13,7 +13,7 @@ from kvmanager_service.replay.trace import TraceRequest
 __all__ = ["MAX_TENANTS", "has_tenants", "isolate", "read_shares", "spread"]
 
 MAX_TENANTS = 1000
-"""As many as results are shown of."""
+"""Of what `--tenants` spreads requests over."""
 
 
 def read_shares(text: str) -> tuple[int, ...]:

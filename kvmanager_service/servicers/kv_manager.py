@@ -5,7 +5,7 @@ Station: called by grpc, reads the engine's views, pages and filters them.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -73,10 +73,10 @@ class KvManagerServicer(pb_grpc.KvManagerServiceServicer):
     That is for engines that run their own loop.
     """
 
-    def __init__(self, engine: Engine, config: ManagerConfig) -> None:
+    def __init__(self, engine: Engine, config: ManagerConfig, settle: Callable[[], None] = lambda: None) -> None:
         self._engine = engine
         self._pools: sequences.Pools = sequences.Pools(
-            config.max_pools, config.max_pool_blocks, isolate_tenants=config.isolate_tenants
+            config.max_pools, config.max_pool_blocks, isolate_tenants=config.isolate_tenants, settle=settle
         )
         self._settings = pb.SchedulerSettings(
             policy=config.policy,

@@ -136,10 +136,12 @@ def _open(pool: SequencePool, message: pb.OpenSequence) -> TableChange | BlockSh
 
 def _extend(pool: SequencePool, message: pb.ExtendSequence) -> TableChange | BlockShortage:
     _check_id("sequence_id", message.sequence_id)
-    tokens, num_slots, spans = _tokens(message.token_ids), _slots(message.num_slots), _spans(message.spans)
+    # First, for it stands even if the rest is refused.
     if message.num_computed_tokens:
         pool.commit(message.sequence_id, message.num_computed_tokens)
-    return pool.extend(message.sequence_id, tokens, num_slots, spans)
+    return pool.extend(
+        message.sequence_id, _tokens(message.token_ids), _slots(message.num_slots), _spans(message.spans)
+    )
 
 
 def _commit(pool: SequencePool, message: pb.CommitSequence) -> None:

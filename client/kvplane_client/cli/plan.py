@@ -141,13 +141,15 @@ plan.__doc__ = _HELP
 
 def _kv_cache(capacity: Capacity) -> dict[str, Any]:
     """What ``kvplane replay --kv-cache`` takes."""
-    groups = [
-        {"type": "sliding_window", "window": group.window, "num_layers": group.num_layers}
-        if group.window
-        else {"type": "full_attention", "num_layers": group.num_layers}
-        for group in capacity.groups
-    ]
+    groups = [_kind(group.window) | {"num_layers": group.num_layers} for group in capacity.groups]
     return {"num_blocks": capacity.num_blocks, "block_size": capacity.block_size, "groups": groups}
+
+
+def _kind(window: int) -> dict[str, Any]:
+    """A group's type and size; chunks are windows below 0."""
+    if window < 0:
+        return {"type": "chunked_local", "chunk": -window}
+    return {"type": "sliding_window", "window": window} if window else {"type": "full_attention"}
 
 
 def _rows(capacity: Capacity) -> list[tuple[str, str]]:

@@ -574,6 +574,28 @@ async def test_bad_pools_are_refused(client: AsyncClient, wrong: dict[str, objec
     assert await client.list_pools() == []
 
 
+async def test_the_commit_of_an_extend_stands_whatever_is_wrong_with_the_rest(manager: Manager) -> None:
+    stub = kv_manager_service_pb2_grpc.KvManagerServiceStub(manager.channel)
+    await stub.OpenPool(pb.OpenPoolRequest(pool_id="p", num_blocks=9, block_size=4))
+    six = common_pb2.Int32Array(data=bytes(24))
+    for index, bad in enumerate(
+        ({"spans": [pb.TokenSpan(kind=7)]}, {"spans": [pb.TokenSpan(kind=1)]}, {"num_slots": -1})
+    ):
+        name = f"a{index}"
+        operations = [
+            pb.SequenceOperation(open=pb.OpenSequence(sequence_id=name, token_ids=six, cache_salt=name)),
+            pb.SequenceOperation(
+                extend=pb.ExtendSequence(sequence_id=name, token_ids=six, num_computed_tokens=5, **bad)  # type: ignore[arg-type]
+            ),
+            pb.SequenceOperation(fork=pb.ForkSequence(sequence_id=name, new_sequence_id=f"b{index}", num_tokens=5)),
+            pb.SequenceOperation(close=pb.CloseSequence(sequence_id=name)),
+            pb.SequenceOperation(close=pb.CloseSequence(sequence_id=f"b{index}")),
+        ]
+        request = pb.UpdateSequencesRequest(pool_id="p", batch_id=index + 1, operations=operations)
+        results = (await stub.UpdateSequences(request)).results
+        assert [result.WhichOneof("result") for result in results] == ["table", "error", "table", "done", "done"]
+
+
 async def test_there_is_a_limit_to_pools_and_to_their_blocks(client: AsyncClient, pool: SequencePool) -> None:
     with pytest.raises(AlreadyExistsError):
         await client.open_pool(4, pool_id="p")

@@ -67,6 +67,16 @@ LLAMA_4_SCOUT: dict[str, Any] = {
 }  # fmt: skip
 
 
+def test_command_json_names_chunks_as_a_replay_reads_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_4_SCOUT))
+    shown = CliRunner().invoke(app, ["plan", str(tmp_path), "--memory", "400GiB", "--json"])
+    groups = json.loads(shown.stdout)["kv_cache"]["groups"]
+    assert {(group["type"], group.get("chunk")) for group in groups} == {
+        ("full_attention", None),
+        ("chunked_local", 8192),
+    }
+
+
 def manager_group(window: int) -> KVGroup:
     """The core's for the executor's window."""
     if window < 0:

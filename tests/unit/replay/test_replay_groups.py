@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvplane.executor.v1 import executor_service_pb2 as pb
 
+from kvmanager_service.calibration import report
 from kvmanager_service.core.kv_cache import make_kv_cache
 from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
@@ -217,6 +219,23 @@ def test_read_kv_cache_takes_its_part_and_puts_full_attention_first(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("group", "shape"),
+    [
+        (pb.KvGroup(type=pb.KV_GROUP_TYPE_FULL_ATTENTION, num_layers=3), GroupShape("full", 0, 3)),
+        (pb.KvGroup(type=pb.KV_GROUP_TYPE_SLIDING_WINDOW, window=20, num_layers=3), GroupShape("window", 20, 3)),
+        (pb.KvGroup(type=pb.KV_GROUP_TYPE_CHUNKED_LOCAL, chunk=8, num_layers=3), GroupShape("chunk", 8, 3)),
+        (pb.KvGroup(type=pb.KV_GROUP_TYPE_RECURRENT_STATE, num_layers=3), GroupShape("state", 0, 3)),
+    ],
+    ids=lambda value: value.kind if isinstance(value, GroupShape) else "",
+)
+def test_read_kv_cache_takes_each_type_that_calibration_writes(
+    tmp_path: Path, group: pb.KvGroup, shape: GroupShape
+) -> None:
+    written_group = report._group(group)
+    assert read_kv_cache(written(tmp_path, changed(groups=[written_group]))).groups == (shape,)
+
+
+@pytest.mark.parametrize(
     ("document", "expected", "got"),
     [
         ("{", "a JSON object", "line 1"),
@@ -228,6 +247,11 @@ def test_read_kv_cache_takes_its_part_and_puts_full_attention_first(tmp_path: Pa
         (changed(groups=[3]), "groups with a type of full_attention", "3"),
         (changed(groups=[{"type": "linear"}]), "groups with a type of full_attention", "linear"),
         (changed(groups=[{"type": "sliding_window", "num_layers": 1}]), "window of a group: an integer", "None"),
+        (
+            changed(groups=[{"type": "chunked_local", "window": 4, "num_layers": 1}]),
+            "chunk of a group: an integer",
+            "None",
+        ),
         (changed(groups=[{"type": "full_attention"}]), "num_layers of a group: an integer", "None"),
         (changed(num_blocks=1), "num_blocks: an integer of at least 2", "1"),
         (changed(block_size=0), "block_size: an integer of at least 1", "0"),
