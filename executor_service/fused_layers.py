@@ -106,7 +106,8 @@ class _FusedAttention(nn.Module):
         if self.q_norm is None:
             self._ops.rotate(heads[:, :split], cos, sin)
         else:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query = self._head_norm(query, 0)
+            key = self._head_norm(key, 1)
             self._ops.rotate(query, cos, sin)
             self._ops.rotate(key, cos, sin)
         if isinstance(paged_step, PagedStep):
@@ -118,6 +119,11 @@ class _FusedAttention(nn.Module):
                 self, *of_heads, None, scaling=self.scaling, paged_step=paged_step, sliding_window=window
             )
         return self.o_proj(out.reshape(1, states.shape[1], -1))  # type: ignore[no-any-return]
+
+    def _head_norm(self, heads: torch.Tensor, which: int) -> torch.Tensor:
+        """Shape: (T, H, D) to the same."""
+        norm = (self.q_norm, self.k_norm)[which]
+        return self._ops.rms_norm(heads.contiguous(), norm.weight, self.head_eps[which])  # type: ignore[union-attr]
 
 
 class _FusedMlp(nn.Module):

@@ -20,16 +20,16 @@ __all__ = ["PAGE", "HugePageArena", "advise_huge_pages"]
 PAGE = 2 * 1024 * 1024
 """Bytes of a huge page on x86-64 and most of arm64."""
 
-_ALIGNMENT = 64  # a line of the cache
-_CHUNK = 16 * PAGE
+_ALIGNMENT = 64  # bytes: a line of the cache
+_CHUNK = 16 * PAGE  # bytes
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> bool:
-    """Ask for huge pages for what was allocated and not written yet; whole ones within it are possible.
+    """Ask for huge pages for what was allocated and not written yet, as many as lie in it whole.
 
     Returns:
-        Whether the kernel took the advice. It refuses where huge pages are switched off or unknown, and nothing is
-        different then but speed.
+        Whether the kernel took the advice. It refuses where it knows no huge pages; nothing is different then but
+        speed.
     """
     if tensor.device.type != "cpu" or sys.platform != "linux":
         return False
@@ -56,7 +56,8 @@ class HugePageArena:
         size = -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         if size > len(self._left):
             room = -(-max(size, _CHUNK) // PAGE) * PAGE
-            chunk = torch.empty(room + PAGE, dtype=torch.uint8)
+            with torch.inference_mode(mode=False):  # written where that is on, and where it is off
+                chunk = torch.empty(room + PAGE, dtype=torch.uint8)
             chunk = chunk[-chunk.data_ptr() % PAGE :][:room]
             advise_huge_pages(chunk)
             self._left = chunk

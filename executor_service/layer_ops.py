@@ -23,7 +23,7 @@ class LayerOps(ABC):
         """Weight * x / sqrt(mean(x^2) + eps), where x is `states`, after `added` was added to it in place.
 
         Shape:
-            states, added, result: (1, T, N), contiguous; weight: (N,).
+            states, added, result: (..., N), contiguous; weight: (N,).
 
         Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
         """

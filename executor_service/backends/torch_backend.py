@@ -48,6 +48,9 @@ from executor_service.tensor_parallel.sharding import ModelShard
 
 __all__ = ["TorchBackend", "TorchBackendConfig"]
 
+# What torch raises (out of memory, a failed kernel), and the compiled kernels of what does not fit them.
+_FAILURES = (RuntimeError, ValueError)
+
 
 class TorchBackend(Backend):
     """Runs steps with torch.
@@ -126,7 +129,7 @@ class TorchBackend(Backend):
         memory = self._ready_memory()
         try:
             return model.run(batch, memory.cache)
-        except RuntimeError as error:  # what torch raises: out of memory, a failed kernel
+        except _FAILURES as error:
             raise BackendError("STEP_FAILED", f"step {batch.step_id} failed in torch: {error}") from error
 
     def follow(self, batch: StepBatch) -> list[RowFailure]:
@@ -142,7 +145,7 @@ class TorchBackend(Backend):
         memory = self._ready_memory()
         try:
             return model.runner.follow(batch, memory.cache)
-        except RuntimeError as error:
+        except _FAILURES as error:
             raise BackendError("STEP_FAILED", f"step {batch.step_id} failed in torch: {error}") from error
 
     def forward(self, batch: StepBatch) -> torch.Tensor:

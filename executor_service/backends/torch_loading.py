@@ -117,6 +117,7 @@ def prepare_model(
         fused = fuse_layers(loaded.model, run, native or TorchOps(), native)
     packed = pack_linear_layers(loaded.model, lambda: probe(loaded.model, loaded.vocab_size, states), native)
     stacked = 0
+    # Last of what changes weights: a stack knows them by their addresses.
     if fused and native is not None and isinstance(kernels, NativeKernels):
         stacked = stack_layers(loaded.model, run, groups, native)
     adapters = _make_adapters(config, loaded, device) if config.max_loras else None

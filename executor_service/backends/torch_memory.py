@@ -177,9 +177,8 @@ class MemoryBudget:
                 limits=model.limits,
                 num_groups=len(windows),
             )
-            if model.adapters is None:
-                model.run(batch, scratch)
-            else:
+            model.run(batch, scratch)
+            if model.adapters is not None:
                 self._run_with_adapters(model, model.adapters, batch, scratch)
         del reserved
         # Copies run before a step, never beside it.

@@ -3,8 +3,9 @@
 Station: chosen by `backends.torch_loading` on a CPU with a compiler, instead of `torch_paged`; called through
 `paged_kernels`. The kernel is `native/attention.h`; the oracle is `reference`.
 
-How: a program takes a few tokens of one row and the query heads of one KV head. It goes over the row's keys 32 at a
-time with an online softmax in float32, whatever the type of K/V. Decode and prefill are the same program.
+How: a program takes a few tokens of one row and the query heads of one KV head, or of several where a token is alone.
+It goes over the row's keys 32 at a time with an online softmax in float32. Where K/V are bfloat16 and the CPU
+multiplies pairs of them, weights are rounded to that before they meet values. Decode and prefill are the same program.
 """
 
 from __future__ import annotations

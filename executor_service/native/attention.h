@@ -1,4 +1,6 @@
 // Paged attention: K/V are read where they lie, by an online softmax over 32 keys at a time.
+//
+// Station: called by kernels.cpp for one layer, and by layers.h; the oracle is `kernels.reference`.
 
 #pragma once
 
@@ -174,6 +176,13 @@ inline void soften(int count, int64_t at, int64_t share, const Rows& rows, int64
             continue;
         }
         const float most = std::max(greatest[n], largest(select(left > right, left, right)));
+        if (most == -INFINITY && sum((Floats)(((left == left) & (right == right)) & (Ints)splat(1.0f))) == LANES) {
+            // Infinite keys, and nothing else so far: they weigh nothing, here as in the whole.
+            store(scores + n * TILE, splat(0.0f));
+            store(scores + n * TILE + LANES, splat(0.0f));
+            scales[n] = 1.0f;
+            continue;
+        }
         left = exponential(left - most);
         right = exponential(right - most);
         scales[n] = greatest[n] == most ? 1.0f : std::exp(greatest[n] - most);
@@ -231,7 +240,7 @@ __attribute__((noinline)) void attend_head(const Attention<T>& of, const Part& p
     for (int n = 0; n < count; n++) {
         const T* from = query + n / share * of.ld_q + n % share * dim;
         for (int d = 0; d < dim; d += LANES) {
-            store(&own.queries[n * dim + d], load(from + d));
+            store(&own.queries[n * dim + d], load(from + d) * of.scaling);
             store(&own.sums[n * dim + d], splat(0.0f));
         }
         own.most[n] = -INFINITY;
@@ -246,7 +255,7 @@ __attribute__((noinline)) void attend_head(const Attention<T>& of, const Part& p
         read_tile(of.keys + head * dim, of.values + head * dim, width, slots, dim, own);
         for (int n = 0; n < count; n += GROUP)
             dispatch_score<GROUP>(std::min(GROUP, count - n), &own.queries[n * dim], own.keys.data(), dim, &own.scores[n * TILE]);
-        soften(count, at, share, rows, tile, of.scaling, own.scores.data(), own.most.data(), own.total.data(), own.scales.data());
+        soften(count, at, share, rows, tile, 1.0f, own.scores.data(), own.most.data(), own.total.data(), own.scales.data());
         for (int n = 0; n < count; n += GROUP)
             dispatch_accumulate<GROUP>(std::min(GROUP, count - n), &own.scores[n * TILE], own.values.data(), dim, &own.scales[n],
                                        &own.sums[n * dim]);
@@ -340,14 +349,22 @@ void dispatch_accumulate_pairs(int count, const float* w, const float* v, int di
         dispatch_accumulate_pairs<N - 1>(count, w, v, dim, scales, sums);
 }
 
+// Which of the values of two vectors, one after the other, are the pairs of their first and of their last halves.
+struct Interleaved {
+    alignas(64) uint16_t low[2 * LANES], high[2 * LANES];
+
+    constexpr Interleaved() : low(), high() {
+        for (int i = 0; i < 2 * LANES; i++) {
+            low[i] = uint16_t(i / 2 + i % 2 * 2 * LANES);
+            high[i] = uint16_t(low[i] + LANES);
+        }
+    }
+};
+constexpr Interleaved INTERLEAVED;
+
 // One tile of K and V as pairs.
 inline void read_tile_pairs(const bfloat16* keys, const bfloat16* values, int64_t width, const int64_t* slots, int dim, Workspace& own) {
-    alignas(64) uint16_t order[2][2 * LANES];
-    for (int i = 0; i < 2 * LANES; i++) {
-        order[0][i] = uint16_t(i / 2 + (i % 2) * 2 * LANES);
-        order[1][i] = uint16_t(i / 2 + LANES + (i % 2) * 2 * LANES);
-    }
-    const __m512i low = _mm512_load_si512(order[0]), high = _mm512_load_si512(order[1]);
+    const __m512i low = _mm512_load_si512(INTERLEAVED.low), high = _mm512_load_si512(INTERLEAVED.high);
     for (int t = 0; t < TILE; t += LANES) {
         for (int d = 0; d < dim; d += 2 * LANES) {
             Floats lines[LANES];

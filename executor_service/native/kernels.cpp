@@ -1,8 +1,9 @@
 // Kernels for decoding on a CPU, behind a C interface: no torch header, so that they compile in seconds.
 //
 // Station: compiled and loaded by `library.py`, called through `ops.py`, which checks shapes and types; here nothing is
-// checked. The oracle of each is what it stands for in torch. T is float or bfloat16, arithmetic is in float; a matrix
-// is row-major with `ld` elements from row to row. Threads are OpenMP's, the same pool as torch's.
+// checked. The oracle of each is what it stands for in torch. T is float or bfloat16; sums are in float, and products of
+// bfloat16 may be of rounded values. A matrix is row-major with `ld` elements from row to row. Threads are OpenMP's; from
+// GCC it is the same pool as torch's.
 
 #include "attention.h"
 #include "layer_ops.h"
@@ -42,8 +43,8 @@ void kvplane_linear(const bfloat16* x, const bfloat16* packed, const bfloat16* b
 // and sines are (tokens, dim); pages are in the layers' order; `workspace` has kvplane_layers_workspace elements.
 void kvplane_layers(const Sizes* sizes, const Layer* layers, int64_t num_layers, const Page* pages, const Group* groups,
                     int64_t num_groups, const bfloat16* cos, const bfloat16* sin, int64_t tokens, bfloat16* states,
-                    bfloat16* workspace) {
-    run_layers(*sizes, layers, num_layers, pages, groups, num_groups, cos, sin, tokens, states, workspace);
+                    bfloat16* workspace, int64_t threads) {
+    run_layers(*sizes, layers, num_layers, pages, groups, num_groups, cos, sin, tokens, states, workspace, int(threads));
 }
 
 int64_t kvplane_layers_workspace(const Sizes* sizes, int64_t tokens) { return tokens * sizes->workspace(); }

@@ -1,4 +1,6 @@
 // What a layer computes between products and attention; each for one row, and for many by OpenMP.
+//
+// Station: called by kernels.cpp, and row by row by layers.h; the oracle is `layer_ops.TorchOps`.
 
 #pragma once
 

@@ -1,4 +1,7 @@
-// The layers of a decoder one after the other, in threads that do not sleep in between.
+// The layers of a decoder one after the other, in threads that do not sleep in between. Memory that is not to be had
+// here ends the process: there are a few KB for each thread.
+//
+// Station: called by kernels.cpp; the order of things is `FusedLayer`'s, which is its oracle.
 
 #pragma once
 
@@ -38,7 +41,7 @@ class Team {
     }
 
    private:
-    static constexpr int LOOKS = 200;
+    static constexpr int LOOKS = 200;  // some microseconds
 
     struct alignas(64) Taken {
         std::atomic<int64_t> items{0};
@@ -100,7 +103,7 @@ inline void head_norms(bfloat16* heads_of, const bfloat16* weight, float eps, in
 
 inline void run_layers(const Sizes& sizes, const Layer* layers, int64_t num_layers, const Page* pages, const Group* groups,
                        int64_t num_groups, const bfloat16* cos, const bfloat16* sin, int64_t tokens, bfloat16* states,
-                       bfloat16* workspace) {
+                       bfloat16* workspace, int threads) {
     const int64_t width = sizes.width, dim = sizes.dim, heads = sizes.heads, kv_heads = sizes.kv_heads, inner = sizes.inner;
     const int64_t qkv_width = sizes.qkv(), kv_width = kv_heads * dim, share = heads / kv_heads;
     bfloat16* normed = workspace;
@@ -114,10 +117,10 @@ inline void run_layers(const Sizes& sizes, const Layer* layers, int64_t num_laye
     for (int64_t group = 0; group < num_groups; group++) {
         const Group& of = groups[group];
         rows.push_back({of.query_indptr, of.seq_lens, of.block_indptr, of.block_ids, of.block_size, of.window});
-        parts.push_back(parts_of(rows.back(), of.num_rows, kv_heads, share, omp_get_max_threads()));
+        parts.push_back(parts_of(rows.back(), of.num_rows, kv_heads, share, threads));
     }
     Team* team = nullptr;
-#pragma omp parallel
+#pragma omp parallel num_threads(threads)
     {
 #pragma omp single
         team = new Team(omp_get_num_threads());

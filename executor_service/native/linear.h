@@ -1,4 +1,6 @@
 // Products of bfloat16 with weights that were packed, where the machine has instructions for them.
+//
+// Station: called by kernels.cpp for one product, and by layers.h.
 
 #pragma once
 

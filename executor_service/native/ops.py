@@ -85,6 +85,7 @@ class NativeOps(LayerOps):
                 *[_POINTER] * 2,
                 _INT,
                 *[_POINTER] * 2,
+                _INT,
             )
             self._layers_workspace = library.kvplane_layers_workspace
             self._layers_workspace.argtypes = [_POINTER, _INT]
@@ -229,6 +230,7 @@ class NativeOps(LayerOps):
             tokens,
             states.data_ptr(),
             workspace.data_ptr(),
+            torch.get_num_threads(),
         )
 
     def attend(

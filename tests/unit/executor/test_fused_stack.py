@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor_service.backends.base import StepBatch
+from executor_service.backends.base import BackendError, StepBatch
 from executor_service.backends.torch_backend import TorchBackend, TorchBackendConfig
 from executor_service.fused_layers import FusedLayer
+from executor_service.fused_stack import FusedStack
 from tests.unit.executor.native_builds import native_ops
 from tests.unit.executor.step_builder import Row, build_step, prompt_of, save_tiny_model
 
@@ -76,7 +77,7 @@ def one_by_one(backend: TorchBackend) -> list[torch.Tensor]:
             layer.stack = stack
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 8])
 @pytest.mark.parametrize("dim", [16, 32])
 @pytest.mark.parametrize("kind", KINDS)
 def test_stack_gives_what_its_layers_give(folders: dict[str, Path], kind: str, dim: int, threads: int) -> None:
@@ -85,6 +86,39 @@ def test_stack_gives_what_its_layers_give(folders: dict[str, Path], kind: str, d
     assert all(layer.stack is layers[0].stack is not None for layer in layers)
     together = logits_of(backend)
     assert all(map(torch.equal, together, one_by_one(backend)))
+
+
+def test_head_norms_of_real_sizes_are_stacked(tmp_path: Path) -> None:
+    """As many values as one that is rounded otherwise would be among."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    folder = save_tiny_model(tmp_path, "qwen3", num_hidden_layers=12, **sizes)
+    layers = layers_of(loaded(folder))
+    assert len(layers) == 12
+    assert all(layer.stack is not None for layer in layers)
+
+
+def test_profile_with_adapters_keeps_the_workspace_of_steps_without(folders: dict[str, Path]) -> None:
+    backend = loaded(folders["llama-32"], max_loras=2, memory_limit=8 << 30)
+    backend.profile_memory(96, 4)
+    stack = layers_of(backend)[0].stack
+    assert isinstance(stack, FusedStack)
+    assert len(stack._workspace) >= native_ops().layers_workspace(stack._sizes, 96)
+
+
+def test_step_that_fails_is_let_go(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What holds it holds the cache, whose memory the next one needs."""
+    backend = loaded(folders["llama-32"])
+    stack = layers_of(backend)[0].stack
+    assert isinstance(stack, FusedStack)
+    monkeypatch.setattr(FusedStack, "_run", lambda *_: fail())
+    with pytest.raises(BackendError, match="no memory") as caught:
+        backend.execute(steps()[0])
+    assert caught.value.reason == "STEP_FAILED"
+    assert stack._running is None
+
+
+def fail() -> None:
+    raise RuntimeError("no memory")
 
 
 def test_hook_on_a_projection_sees_its_calls(folders: dict[str, Path]) -> None:

@@ -26,6 +26,14 @@ def test_arena_puts_small_parts_side_by_side_in_one_huge_page() -> None:
     assert second.data_ptr() == first.data_ptr() + 448  # 400 bytes, to the next line
 
 
+def test_what_is_handed_out_in_inference_mode_is_written_outside_of_it() -> None:
+    arena = HugePageArena()
+    with torch.inference_mode():
+        arena.empty(15 * PAGE, torch.uint8).zero_()
+        arena.empty(2 * PAGE, torch.uint8).zero_()  # of another chunk
+    assert not arena.empty(100, torch.uint8).zero_().any()
+
+
 @pytest.mark.parametrize("size", [0, 1, 4096, PAGE // 2])
 def test_what_has_no_room_for_a_huge_page_is_left_as_it_is(size: int) -> None:
     assert not advise_huge_pages(torch.empty(size, dtype=torch.uint8))

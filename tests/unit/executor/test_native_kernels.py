@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -60,6 +60,44 @@ def test_attend_any_head_geometry_equals_oracle(native: NativeOps, heads: tuple[
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)  # a score is a sum of up to 128 products
 
 
+@pytest.fixture(params=[1, 8])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Few rows on many threads are cut by KV heads; many on few keep the heads of a token together."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("heads", [(6, 2, 32), (9, 3, 64), (71, 1, 32), (8, 2, 128), (4, 4, 96)])
+@pytest.mark.parametrize(("block_size", "window"), [(16, 0), (8, 33), (1, 7), *CHUNKS])
+def test_attend_products_of_pairs_equal_oracle(
+    native: NativeOps, threads: int, block_size: int, window: int, heads: tuple[int, int, int]
+) -> None:
+    """In bfloat16, with heads that are whole pairs of vectors, over several tiles."""
+    for shapes in STEPS.values():
+        actual, expected = run_both(
+            shapes, block_size, torch.bfloat16, LIMITS, window=window, heads=heads, kernels=NativeKernels(native)
+        )
+        torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 16), (torch.bfloat16, 32)])
+def test_attend_infinite_key_alone_in_a_tile_weighs_nothing(native: NativeOps, dtype: torch.dtype, dim: int) -> None:
+    """The first tile that the token sees has nothing but it: what comes later counts alone."""
+    keys, values = some(64, dim, dtype=dtype), some(64, dim, dtype=dtype, seed=1)
+    query = torch.ones(1, 1, dim, dtype=dtype)
+    keys[:32] = float("-inf")
+    step = build_step([Row([0], 39, [0, 1, 2])], 16)
+    group = GroupStep(0, step.tables[0], step.slot_mappings[0])
+    (planned,) = NativeKernels(native).plan(
+        step.query_indptr, step.seq_lens, [group], block_size=16, device=torch.device("cpu")
+    )
+    got = planned.attend(query, keys[39:40, None], values[39:40, None], keys, values, scaling=0.1)
+    weights = (keys[32:40].float() @ torch.ones(dim) * 0.1).softmax(0)
+    torch.testing.assert_close(got[0, 0].float(), weights @ values[32:40].float(), atol=2e-2, rtol=2e-2)
+
+
 def test_attend_and_rotate_one_kv_head_whose_stride_says_nothing(native: NativeOps) -> None:
     """As rotary positions leave the key of a model with one KV head: (1, T, D) transposed, and contiguous to torch."""
     queries, lone = some(7, 2, 32), some(1, 7, 32, seed=1).transpose(0, 1)
@@ -80,11 +118,14 @@ def test_attend_and_rotate_one_kv_head_whose_stride_says_nothing(native: NativeO
     torch.testing.assert_close(got[1], got[3])
 
 
+@pytest.mark.parametrize(("dtype", "heads"), [(torch.float32, (6, 2, 16)), (torch.bfloat16, (6, 2, 32))])
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
-def test_attend_garbage_in_unused_slots_changes_no_bit(native: NativeOps, garbage: float) -> None:
+def test_attend_garbage_in_unused_slots_changes_no_bit(
+    native: NativeOps, garbage: float, dtype: torch.dtype, heads: tuple[int, int, int]
+) -> None:
     kernels = NativeKernels(native)
-    clean, _ = run_both(STEPS["mixed"], 16, torch.float32, LIMITS, garbage=0.0, kernels=kernels)
-    dirty, _ = run_both(STEPS["mixed"], 16, torch.float32, LIMITS, garbage=garbage, kernels=kernels)
+    clean, _ = run_both(STEPS["mixed"], 16, dtype, LIMITS, heads=heads, garbage=0.0, kernels=kernels)
+    dirty, _ = run_both(STEPS["mixed"], 16, dtype, LIMITS, heads=heads, garbage=garbage, kernels=kernels)
     assert torch.equal(clean, dirty)
 
 
