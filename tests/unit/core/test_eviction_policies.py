@@ -1,17 +1,15 @@
 """What each policy is for; that it does exactly what it says is `test_block_pool`'s machine's to prove."""
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 
-from kvmanager_service.core.block import KVCacheBlock
 from kvmanager_service.core.eviction_policies import EVICTION_POLICIES, LFUPolicy
-from kvmanager_service.core.eviction_policy import EvictionPolicy
-from kvmanager_service.core.free_block_queue import require_free
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.replay.options import parse
 from tests.unit.core.builders import block_ids, free_ids, make_request
+from tests.unit.core.mru_policy import MRUPolicy
 
 BLOCK_SIZE = 2
 ALL = sorted(EVICTION_POLICIES)
@@ -135,40 +133,6 @@ def test_lfu_a_block_hit_without_end_leaves_no_levels_behind() -> None:
     assert isinstance(policy, LFUPolicy)
     assert policy.num_levels == 1
     assert policy.num_heap_entries <= 2 + 64 + 1
-
-
-class MRUPolicy(EvictionPolicy):
-    """Most recently used first: what somebody else might write, the hooks it has no use for left out."""
-
-    def __init__(self, blocks: Iterable[KVCacheBlock]) -> None:
-        self._order = list(blocks)
-        self.num_free_blocks = len(self._order)
-
-    def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        require_free(n, self.num_free_blocks)
-        taken, self._order = self._order[:n], self._order[n:]
-        self.num_free_blocks -= n
-        return taken
-
-    def remove(self, block: KVCacheBlock) -> None:
-        self._order.remove(block)
-        self.num_free_blocks -= 1
-
-    def append(self, block: KVCacheBlock) -> None:
-        self._order.insert(sum(other.content is None for other in self._order), block)
-        self.num_free_blocks += 1
-
-    def prepend(self, block: KVCacheBlock) -> None:
-        self._order.insert(0, block)
-        self.num_free_blocks += 1
-
-    def emptied(self, block: KVCacheBlock) -> None:
-        if block.ref_cnt == 0:
-            self.remove(block)
-            self.prepend(block)
-
-    def __iter__(self) -> Iterator[KVCacheBlock]:
-        return iter(self._order)
 
 
 @pytest.mark.patches_core

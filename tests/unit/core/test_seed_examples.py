@@ -1,5 +1,19 @@
-"""The worked examples of the seed document, chapter 3."""
+"""The worked examples and self-checks of the seed document, chapter 3, through the scheduler.
 
+What concerns one class alone is tested where that class is: 1 and self-check 5 (blocks of an H100) in
+`test_memory_profiler` and `test_client_plan`; 2 and 3 (the queue and its invariants) in `test_free_block_queue` and
+`test_block_pool_model`; 5.1 in `test_extra_keys`; the bug that self-check 2 warns of, made on purpose, and 6 in
+`test_kv_cache_manager`; 7's choice of a victim in `test_scheduler_preemption`; self-check 4 (swap or recompute) in
+`test_swap_policy`; 8 in `test_fp8`; 9 in `test_kv_groups`; of 10 the block that is not full in `test_paged_attention`
+and the colliding hash in `test_block_pool`.
+"""
+
+import random
+from itertools import count
+
+import pytest
+
+from kvmanager_service.core.eviction_policies import EVICTION_POLICIES
 from tests.unit.core.builders import (
     block_ids,
     free_ids,
@@ -10,6 +24,7 @@ from tests.unit.core.builders import (
     rows_of,
     run_step,
 )
+from tests.unit.core.mru_policy import MRUPolicy
 
 
 def test_seed_prompt_of_50_and_100_generated_takes_4_blocks_then_6_more_at_65_81_and_on_to_145() -> None:
@@ -108,3 +123,69 @@ def test_seed_preempted_request_waits_at_the_front_and_finds_its_prefix_again() 
     step = scheduler.schedule()
     # The fourth block of b was partial; a took it, and the three full ones are found again.
     assert rows_of(step)["b"] == (12, 3)
+
+
+def test_seed_hits_are_in_order_and_nothing_after_the_first_miss_is_one() -> None:
+    """5.3: the third block has the other's tokens, too, and is computed again: its hash hangs on the second's."""
+    scheduler = make_scheduler(make_kv(num_blocks=20, block_size=16))
+    prompt = list(range(100, 150))
+    scheduler.add_request(make_new("a", prompt, max_tokens=1))
+    run_step(scheduler)
+    second = scheduler.add_request(make_new("b", [*prompt[:16], *range(16), *prompt[32:]], max_tokens=1))
+    assert rows_of(run_step(scheduler)) == {"b": (16, 34)}
+    assert second.num_cached_tokens == 16
+
+
+def test_seed_same_second_block_after_another_first_one_is_no_hit() -> None:
+    """Self-check 2: A is [1..16][99..], B is [5..20][99..]; the K/V of their second blocks differ, as the hashes do."""
+    scheduler = make_scheduler(make_kv(num_blocks=20, block_size=16))
+    same = list(range(99, 115))
+    first = scheduler.add_request(make_new("a", [*range(1, 17), *same, 7], max_tokens=50))
+    run_step(scheduler)
+    second = scheduler.add_request(make_new("b", [*range(5, 21), *same, 7], max_tokens=50))
+    assert rows_of(run_step(scheduler))["b"] == (0, 33)
+    third = scheduler.add_request(make_new("c", [*range(1, 17), *same, 7], max_tokens=50))
+    assert rows_of(run_step(scheduler))["c"] == (32, 1)
+    assert first.block_hashes[1] != second.block_hashes[1]
+    assert first.block_hashes[:2] == third.block_hashes[:2]
+    assert third.blocks[1] is first.blocks[1]
+    assert third.blocks[1] is not second.blocks[1]
+
+
+def cached_tokens_of_chats(policy: str, num_blocks: int, seed: int) -> tuple[int, int]:
+    """24 chats of several turns, six of them open at a time; who speaks next is drawn.
+
+    A turn's prompt is all that was said before and something new. Returns how many tokens of all prompts were cached,
+    and how many there were.
+    """
+    rng = random.Random(seed)
+    scheduler = make_scheduler(make_kv(1 + num_blocks, 16, eviction_policy=policy), max_num_batched_tokens=4096)
+    new_tokens, turns = count(10), count()
+    turns_left = [rng.randint(3, 9) for _ in range(24)]
+    said: list[list[int]] = [[] for _ in turns_left]
+    num_cached = num_prompt = 0
+    while still_open := [chat for chat, left in enumerate(turns_left) if left][:6]:
+        chat = rng.choice(still_open)
+        turns_left[chat] -= 1
+        said[chat] += [next(new_tokens) for _ in range(rng.randint(10, 60))]
+        request = scheduler.add_request(make_new(str(next(turns)), said[chat], max_tokens=rng.randint(10, 60)))
+        while scheduler.has_work:
+            said[chat].append(next(new_tokens))
+            run_step(scheduler, said[chat][-1])
+        num_cached += request.num_cached_tokens
+        num_prompt += request.num_prompt_tokens
+    return num_cached, num_prompt
+
+
+@pytest.mark.patches_core
+@pytest.mark.parametrize("num_blocks", [80, 120])
+def test_seed_lru_hits_at_least_twice_what_lifo_does_on_chats_of_several_turns(
+    monkeypatch: pytest.MonkeyPatch, num_blocks: int
+) -> None:
+    """Self-check 3: "LRU's hit rate is 2-5 times that of LIFO"; also at the end of `test_public_trace`."""
+    monkeypatch.setitem(EVICTION_POLICIES, "lifo", MRUPolicy)
+    lru, num_prompt = cached_tokens_of_chats("lru", num_blocks, seed=3)
+    lifo, asked_of_lifo = cached_tokens_of_chats("lifo", num_blocks, seed=3)
+    assert asked_of_lifo == num_prompt, "both were asked the same"
+    assert lru > num_prompt / 2
+    assert lru >= 2 * lifo > 0
