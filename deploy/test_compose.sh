@@ -70,7 +70,7 @@ for service in executor kvmanager; do
 done
 compose ps --all
 
-say "the images: not root, nothing writable but the cache, and a manager without torch"
+say "the images: not root, nothing writable but the cache; a manager without torch, its core compiled"
 for service in kvmanager executor; do
   compose exec -T "$service" python -c '
 import os
@@ -86,6 +86,8 @@ done
 compose exec -T kvmanager python -c '
 import importlib.util
 assert importlib.util.find_spec("torch") is None, "the manager image holds torch"
+from kvmanager_service.core import is_compiled
+assert is_compiled(), "the manager image runs the core from its sources"
 '
 echo "as they should be"
 

@@ -34,6 +34,18 @@ def test_dockerfile_port_is_the_services_default(name, settings):
     assert re.findall(r"^EXPOSE (\d+)$|_PORT=(\d+)$", text, re.MULTILINE) == [("", port), (port, "")]
 
 
+def test_manager_image_is_made_of_what_its_build_stage_compiles():
+    """What can be said without a container engine; `deploy/test_compose.sh` asks the running manager."""
+    text = re.sub(r"\\\n\s*", "", (ROOT / "deploy/Dockerfile.kvmanager").read_text())  # one line an instruction
+    build, final = (stage.splitlines() for stage in text.split("\nFROM ")[1:])
+    (install,) = [line for line in build if line.endswith(" --no-deps .")]
+    assert "HATCH_BUILD_HOOK_ENABLE_CUSTOM=1 /opt/kvplane/bin/python -m pip " in install
+    assert "COPY --from=build /opt/kvplane /opt/kvplane" in final
+    hooks = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]
+    assert hooks["custom"]["path"] == "hatch_build.py"
+    assert "!hatch_build.py" in (ROOT / ".dockerignore").read_text().splitlines()
+
+
 def test_constraints_pin_every_dependency_within_its_range():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
