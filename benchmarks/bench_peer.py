@@ -4,7 +4,8 @@
 
 The folder is vLLM's source distribution, unpacked (`pip download --no-deps --no-binary vllm vllm==0.33.0`); nothing of
 it needs a build, but the interpreter needs torch and the pure Python packages that vLLM imports. Without a folder there
-is nothing to compare with: the benchmark says so and ends with 0.
+is nothing to compare with: the benchmark says so and ends with 0. A source of another version is refused: `vllm_peer`
+tells vLLM's classes the same as `bench_core` tells ours, in the terms of this one.
 
 Figures are CPU time, medians over the rounds; the ratio is theirs / ours.
 """
@@ -15,18 +16,53 @@ import argparse
 import gc
 import json
 import os
+import platform
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from email.parser import Parser
 from pathlib import Path
 
 from benchmarks import bench_core
 from kvmanager_service.core import is_compiled
 
 SOURCE = "KVPLANE_VLLM_SOURCE"
+VERSION = "0.33.0"
+"""Of vLLM: what `vllm_peer` was written for."""
 ROWS, PROMPT_LEN, STEPS = 256, 256, 100
 Pair = tuple[str, float, float]
 """Name, our seconds, their seconds."""
+
+
+def source_version(source: Path) -> str:
+    """The version of an unpacked source distribution. Raises SystemExit when it is none, or not `VERSION`."""
+    metadata = source / "PKG-INFO"
+    if not metadata.is_file() or not (source / "vllm" / "v1" / "core").is_dir():
+        raise SystemExit(f"expected vLLM's unpacked source distribution, got {source}")
+    found = Parser().parsestr(metadata.read_text(encoding="utf-8"))["Version"]
+    if found != VERSION:
+        raise SystemExit(
+            f"expected vLLM {VERSION}, which this benchmark was written for, got {found} in {source}: "
+            f"pip download --no-deps --no-binary vllm vllm=={VERSION}, and unpack it"
+        )
+    return str(found)
+
+
+def commit() -> str:
+    """Which of our commits this is, with "-dirty" when files differ from it; "unknown" outside of a git checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """What the machine calls its CPU."""
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def make_rounds(source: Path) -> Callable[[], Iterator[Pair]]:
@@ -78,8 +114,13 @@ def main() -> None:
         print(f"skipped: set --source or {SOURCE} to vLLM's unpacked source distribution")
         return
     source = Path(arguments.source)
-    if not (source / "vllm" / "v1" / "core").is_dir():
-        raise SystemExit(f"expected vLLM's unpacked source distribution, got {source}")
+    about = {
+        "commit": commit(),
+        "cpu": cpu_model(),
+        "python": platform.python_version(),
+        "core": "compiled by mypyc" if is_compiled() else "pure Python",
+        "vllm": source_version(source),
+    }
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(allowed) if arguments.cpu is None else arguments.cpu})
     one_round = make_rounds(source)
@@ -95,9 +136,11 @@ def main() -> None:
         for name, rounds in pairs.items()
     }
     if arguments.json:
-        print(json.dumps({name: {"ours": ours, "theirs": theirs} for name, (ours, theirs) in lines.items()}))
+        figures = {name: {"ours": ours, "theirs": theirs} for name, (ours, theirs) in lines.items()}
+        print(json.dumps({"about": about, "figures": figures}))
         return
-    print(f"core: {'compiled by mypyc' if is_compiled() else 'pure Python'}; CPU time in us, medians of one run")
+    print(*(f"{name}: {value}" for name, value in about.items()), sep="\n")
+    print(f"CPU time in us, medians of {arguments.rounds} rounds")
     print(f"{'':<56} {'ours':>10} {'vLLM':>10} {'ratio':>7}")
     for name, (ours, theirs) in lines.items():
         print(f"{name:<56} {ours * 1e6:>10.3f} {theirs * 1e6:>10.3f} {theirs / ours:>7.1f}")
