@@ -47,12 +47,19 @@ test: $(INSTALLED) ## run the tests, those on real weights (SmolLM2, fetched onc
 	@model=$${KVPLANE_TEST_MODEL:-$$($(BIN)/kvplane model pull smollm2)}; \
 	KVPLANE_TEST_MODEL="$$model" $(PYTEST) -m "not soak" $(PYTEST_ARGS)
 
+# Of the tests on real processes those that take the compiled core through caching, preemption, swap, several KV groups and
+# a restart after SIGKILL. Each makes sure that the manager it started runs the compiled core (tests/e2e/cluster.py).
+REAL_PROCESSES := \
+  "tests/e2e/test_cluster_equivalence.py::test_load_on_a_small_pool_gives_the_oracles_tokens[True-True-fair]" \
+  tests/e2e/test_cluster_equivalence.py::test_load_that_is_swapped_gives_the_oracles_tokens \
+  tests/e2e/test_kv_groups.py::test_groups_a_killed_executor_and_a_killed_manager_change_no_token
+
 # The simulation's files take longest, so they begin: of two workers none is left alone with one.
 .PHONY: test-compiled
-test-compiled: $(COMPILED)/.built ## run the manager's tests and the simulation on the core compiled by mypyc
+test-compiled: $(COMPILED)/.built ## run the manager's tests, the simulation and real processes on the core compiled by mypyc
 	$(WITH_COMPILED) $(PYTEST) -o pythonpath= \
 	  -m "not soak and not patches_core" $(PYTEST_ARGS) tests/simulation tests/unit/core tests/unit/replay \
-	  tests/unit/manager tests/integration/manager
+	  tests/unit/manager tests/integration/manager $(REAL_PROCESSES)
 
 .PHONY: soak
 soak: $(INSTALLED) ## run the tests that take minutes, those on real weights included
