@@ -120,7 +120,7 @@ class Engine:
         self.running: dict[str, Running] = {}
         self.waiting: deque[Running] = deque()
         self.finished: dict[str, Running] = {}
-        self.num_computed = self.num_preempted = self.num_copies = 0
+        self.num_computed = self.num_preempted = self.num_advised = self.num_copies = 0
 
     def add(self, name: str, prompt: list[int], max_tokens: int) -> None:
         """Queue a prompt."""
@@ -200,6 +200,7 @@ class Engine:
     def _take(self, sequence: Running, result: SequenceResult) -> None:
         """Take the table that came back; when blocks run short, let those give way that the manager names."""
         while isinstance(result, BlockShortage) and sequence.name in self.running:
+            self.num_advised += len(result.victim_ids)
             for name in result.victim_ids or (sequence.name,):
                 self._preempt(self.running.pop(name))
             if sequence.name in self.running:
@@ -266,7 +267,8 @@ def main() -> int:
             engine.run()
             for name, right in zip("ab", expected, strict=True):
                 good &= _show(tokenizer, engine.finished[name], right)
-            print(f"   {engine.num_preempted} preemptions, {engine.num_computed} tokens computed")
+            preempted = f"{engine.num_preempted} preemptions, {engine.num_advised} of them the manager's choice"
+            print(f"   {preempted}; {engine.num_computed} tokens computed")
     print("every token is that of transformers' generate" if good else "SOME TOKENS DIFFER")
     return 0 if good else 1
 
