@@ -11,6 +11,9 @@ Layers that are alike make one group. Where some have a window and others not, t
 numbers of layers, so that a block is as large for each of them, and a sequence has blocks of every group: of full
 attention for all its tokens, of a window or chunks for those that can still be read and a row to come. The arithmetic
 is that of the executor's ``group_layers`` and ``KvGroupSpec.most_blocks``, which tests hold it to.
+
+A state lies in a block like K and V of its tokens do, so a block is made long enough for both: the least multiple of
+the block size that is no shorter than the interval between states, and that a state fits into.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ from kvplane_client.cli.model_layers import (
     positive,
     read_experts,
 )
+from kvplane_client.cli.model_states import STATE, STATE_MODELS, StateLayers, read_states, state_windows
+from kvplane_client.cli.model_weights import other_weights
 
 __all__ = [
     "DTYPE_BYTES",
@@ -60,19 +65,21 @@ class ModelShape:
     """What decides a decoder's memory, as its config.json says.
 
     Attributes:
-        num_layers: Layers; each has K and V.
+        num_layers: Layers; each has K and V, or a state.
         hidden_size: Width of a token between layers.
         num_heads: Query heads.
-        num_kv_heads: Heads that K and V have.
+        num_kv_heads: Heads that K and V have; 0, as are num_heads and head_dim, where no layer attends.
         head_dim: Width of a head.
-        intermediate_size: Width of the feed-forward network, in layers without experts.
+        intermediate_size: Width of the feed-forward network, in layers without experts; 0 where there is none.
         vocab_size: Tokens of the vocabulary.
         tied: Whether the output layer is the embedding.
-        max_model_len: Longest sequence.
-        windows: Tokens that a token reads, itself included, by layer; 0 for all before it, the size of chunks negated.
-            Empty: all, in every layer.
+        max_model_len: Longest sequence; None where nothing limits it.
+        windows: Tokens that a token reads, itself included, by layer; 0 for all before it, the size of chunks negated,
+            STATE where the layer keeps a state. Empty: all, in every layer.
         experts: Those that some layers, or all, have in place of one network.
         gated: Whether a network has a third matrix, its gate.
+        states: The layers that keep a state.
+        other_weights: What its type has beside those of the Llama family.
     """
 
     num_layers: int
@@ -83,10 +90,17 @@ class ModelShape:
     intermediate_size: int
     vocab_size: int
     tied: bool
-    max_model_len: int
+    max_model_len: int | None
     windows: tuple[int, ...] = ()
     experts: Experts | None = None
     gated: bool = True
+    states: StateLayers | None = None
+    other_weights: int = 0
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that have K and V."""
+        return self.num_layers - (self.states.num_layers if self.states else 0)
 
     @property
     def num_parameters(self) -> int:
@@ -95,16 +109,20 @@ class ModelShape:
         Two norms a layer are counted; those of K and Q, and biases, are below a thousandth and are not.
         """
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        layers = self.num_layers * (attention + 2 * self.hidden_size)
+        norms = 2 if self.intermediate_size else 1
+        layers = self.num_kv_layers * attention + self.num_layers * norms * self.hidden_size
+        if self.states is not None:
+            layers += self.states.num_layers * self.states.num_weights
         matrices = 3 if self.gated else 2
         num_dense = self.num_layers
         if self.experts is not None:
             num_dense -= self.experts.num_layers
             width = self.experts.num_experts * self.experts.intermediate_size + self.experts.shared_size
-            layers += self.experts.num_layers * self.hidden_size * (matrices * width + self.experts.num_experts)
+            gates = self.experts.num_experts + self.experts.is_shared_gated
+            layers += self.experts.num_layers * self.hidden_size * (matrices * width + gates)
         layers += num_dense * matrices * self.hidden_size * self.intermediate_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
-        return layers + embeddings + self.hidden_size
+        return layers + embeddings + self.hidden_size + self.other_weights
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: str) -> ModelShape:
@@ -117,27 +135,37 @@ class ModelShape:
             where: What errors call it.
 
         Raises:
-            PlanError: A field is missing or no positive integer, there are layers without K and V, or the attention or
-                the experts of a layer are of a kind that is not understood.
+            PlanError: A field is missing or no positive integer, or the attention, the states or the experts of a layer
+                are of a kind that is not understood.
         """
         values, where = decoder_config(config, where)
-        heads = positive(values, "num_attention_heads", where)
         hidden = positive(values, "hidden_size", where)
-        windows = layer_windows(values, where)
-        experts = read_experts(values, where)
+        states: StateLayers | None = None
+        if values["model_type"] in STATE_MODELS:
+            windows = state_windows(values, where)
+            states = read_states(values, windows, where)
+        else:
+            windows = layer_windows(values, where)
+        heads = kv_heads = head_dim = 0
+        if any(window != STATE for window in windows):
+            heads = positive(values, "num_attention_heads", where)
+            kv_heads = positive(values, "num_key_value_heads", where, heads)
+            head_dim = positive(values, "head_dim", where, hidden // heads)
         return cls(
             num_layers=len(windows),
             hidden_size=hidden,
             num_heads=heads,
-            num_kv_heads=positive(values, "num_key_value_heads", where, heads),
-            head_dim=positive(values, "head_dim", where, hidden // heads),
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
             intermediate_size=dense_width(values, where),
             vocab_size=positive(values, "vocab_size", where),
             tied=bool(values.get("tie_word_embeddings", False)),
             max_model_len=longest_sequence(values, where),
             windows=windows if any(windows) else (),
-            experts=experts,
+            experts=read_experts(values, where),
             gated=values["model_type"] not in UNGATED,
+            states=states,
+            other_weights=other_weights(values, len(windows) - windows.count(STATE), where),
         )
 
 
@@ -183,7 +211,8 @@ class KvGroup:
 
     Attributes:
         num_layers: How many.
-        window: Tokens that a token reads in them, itself included; 0 for all before it, the size of chunks negated.
+        window: Tokens that a token reads in them, itself included; 0 for all before it, the size of chunks negated,
+            STATE where they keep a state.
     """
 
     num_layers: int
@@ -193,19 +222,20 @@ class KvGroup:
         """Most blocks that a sequence of num_tokens tokens has of the group at any time.
 
         Of a window, or a chunk, it is what its last tokens and a row of longest_chunk tokens lie in, wherever in a
-        block they begin.
+        block they begin. Of a state it is the one that the row starts from and those at the ends of blocks it fills.
         """
         length = -(-num_tokens // block_size)
         if not self.window:
             return length
-        return min(length, -(-(abs(self.window) + longest_chunk - 2) // block_size) + 1)
+        reach = 1 if self.window == STATE else abs(self.window) - 1
+        return min(length, -(-(reach + longest_chunk - 1) // block_size) + 1)
 
 
 def group_layers(windows: Sequence[int]) -> tuple[KvGroup, ...]:
     """Makes groups as the executor does: of equal numbers of layers, but for a window's last, those of full first.
 
     Args:
-        windows: By layer; 0 for full attention, the size of chunks negated.
+        windows: By layer; 0 for full attention, the size of chunks negated, STATE, whose groups are the last.
     """
     counts = Counter(windows)
 
@@ -219,9 +249,14 @@ def group_layers(windows: Sequence[int]) -> tuple[KvGroup, ...]:
     size = min(range(1, max(counts.values()) + 1), key=cost)
     return tuple(
         KvGroup(min(size, count - start), window)
-        for window, count in sorted(counts.items(), key=lambda item: (item[0] < 0, abs(item[0])))
+        for window, count in sorted(counts.items(), key=_order)
         for start in range(0, count, size)
     )
+
+
+def _order(item: tuple[int, int]) -> tuple[bool, bool, int]:
+    window, _ = item
+    return window == STATE, window < 0, abs(window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +270,10 @@ class Capacity:
         overhead_bytes: Taken by activations and the runtime.
         kv_bytes: Left for K and V, at least 0.
         bytes_per_token: K and V of one token in all layers.
-        bytes_per_block: K and V of one block, which is of one group's layers.
+        bytes_per_state: What one layer keeps of a sequence in place of K and V; 0 where none does.
+        bytes_per_block: K and V, or states, of one block, which is of one group's layers.
         num_blocks: Blocks that fit, the null block included.
-        block_size: Tokens per block.
+        block_size: Tokens per block: more than were asked for, where layers keep a state.
         num_tokens: Tokens that the usable blocks hold in every layer, as of sequences that no window has left behind.
         context_len: Tokens of one user.
         blocks_per_user: Blocks of one user, of all groups together.
@@ -252,6 +288,7 @@ class Capacity:
     overhead_bytes: int
     kv_bytes: int
     bytes_per_token: int
+    bytes_per_state: int
     bytes_per_block: int
     num_blocks: int
     block_size: int
@@ -275,6 +312,7 @@ def plan_capacity(
     context_len: int,
     weights_bytes: int | None = None,
     longest_chunk: int = 2048,
+    state_interval: int = 512,
 ) -> Capacity:
     """Reckons what fits.
 
@@ -289,19 +327,35 @@ def plan_capacity(
         context_len: Tokens of one user's sequence.
         weights_bytes: What weights take; None reckons it from the shape.
         longest_chunk: Most tokens of one sequence in a step; blocks of a window hold as many beside it.
+        state_interval: Fewest tokens between states that are kept; a multiple of block_size is made of it.
+
+    Raises:
+        PlanError: Layers keep a state, and K and V are to be in eight bits.
     """
     if weights_bytes is None:
         weights_bytes = shape.num_parameters * DTYPE_BYTES[dtype]
     kv_value_bytes = KV_DTYPE_BYTES[dtype if kv_dtype == "auto" else kv_dtype]
-    bytes_per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * kv_value_bytes
+    token_bytes = 2 * shape.num_kv_heads * shape.head_dim * kv_value_bytes
+    state_bytes = 0
+    if shape.states is not None:
+        if kv_value_bytes == 1:
+            raise PlanError(
+                f"expected a type of 16 or 32 bits for a model whose layers keep a state, got {kv_dtype} of K and V and"
+                f" {dtype} of weights; the executor refuses eight bits there: use --kv-dtype bfloat16"
+            )
+        state_bytes = shape.states.num_bytes(kv_value_bytes)
+        block_size = _state_block_size(block_size, state_interval, state_bytes, token_bytes)
     usable_bytes = math.floor(total_bytes * utilization)
     kv_bytes = max(0, usable_bytes - weights_bytes - overhead_bytes)
     # A window, or a chunk, as long as any sequence is none.
+    longest = math.inf if shape.max_model_len is None else shape.max_model_len
     windows = [
-        window if abs(window) < shape.max_model_len else 0 for window in shape.windows or (0,) * shape.num_layers
+        window if window == STATE or abs(window) < longest else 0 for window in shape.windows or (0,) * shape.num_layers
     ]
     groups = group_layers(windows)
-    bytes_per_block = bytes_per_token // shape.num_layers * max(group.num_layers for group in groups) * block_size
+    # Where no layer attends, a block has halves all the same, each of as many numbers for every token.
+    page_bytes = token_bytes or 2 * kv_value_bytes * -(-state_bytes // (2 * kv_value_bytes * block_size))
+    bytes_per_block = page_bytes * block_size * max(group.num_layers for group in groups)
     num_blocks = kv_bytes // bytes_per_block
     usable_blocks = max(0, num_blocks - 1)
     blocks_per_user = sum(group.most_blocks(context_len, block_size, longest_chunk) for group in groups)
@@ -311,7 +365,8 @@ def plan_capacity(
         weights_bytes=weights_bytes,
         overhead_bytes=overhead_bytes,
         kv_bytes=kv_bytes,
-        bytes_per_token=bytes_per_token,
+        bytes_per_token=token_bytes * shape.num_kv_layers,
+        bytes_per_state=state_bytes,
         bytes_per_block=bytes_per_block,
         num_blocks=num_blocks,
         block_size=block_size,
@@ -322,3 +377,10 @@ def plan_capacity(
         num_groups=len(groups),
         groups=groups,
     )
+
+
+def _state_block_size(block_size: int, interval: int, state_bytes: int, token_bytes: int) -> int:
+    """The least multiple of block_size that is no shorter than interval, and whose K and V, if any, hold a state."""
+    if token_bytes:
+        interval = max(interval, -(-state_bytes // token_bytes))
+    return -(-interval // block_size) * block_size

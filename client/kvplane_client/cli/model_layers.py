@@ -21,6 +21,7 @@ __all__ = [
     "dense_width",
     "layer_windows",
     "longest_sequence",
+    "not_understood",
     "positive",
     "read_experts",
 ]
@@ -28,12 +29,12 @@ __all__ = [
 Config = Mapping[str, Any]
 
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-_LLAMA4 = "llama4_text"
+_LLAMA4, _JAMBA, _GRANITE4 = "llama4_text", "jamba", "granitemoehybrid"
+_ONLY_STATES = ("mamba", "mamba2")
 
-# Types of models some of whose layers keep a state in place of K/V; those without any attention lack its fields.
-_WITH_STATES = (
-    "bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h",
-    "qwen3_next", "recurrent_gemma", "zamba", "zamba2",
+# Types of models some of whose layers keep a state that no executor here knows; of those it does, see `model_states`.
+_WITH_OTHER_STATES = (
+    "falcon_h1", "lfm2", "lfm2_moe", "minimax", "nemotron_h", "recurrent_gemma", "zamba", "zamba2",
 )  # fmt: skip
 
 # Keys of attention, or of weights, that are other than those of the Llama family.
@@ -59,11 +60,20 @@ _ROUTING = {
 # Keys that mean other feed-forward networks in some of a mixture's layers, without a name that says so.
 _OTHER_LAYERS = ("intermediate_size_mlp", "num_dense_layers")
 
-_NONE_IF_NULL = ("sliding_window", "attention_chunk_size")
-# Of Llama 4, whose layers without experts have a width of their own.
-_LLAMA4_KEYS = {"interleave_moe_layer_step", "intermediate_size_mlp", "moe_layers"}
+_NONE_IF_NULL = ("sliding_window", "attention_chunk_size", "num_key_value_heads")
+# By model type, more keys of a mixture. Layers without experts of a Llama 4 have a width of their own.
+_KEYS_OF = {
+    _LLAMA4: {"interleave_moe_layer_step", "intermediate_size_mlp", "moe_layers"},
+    _JAMBA: {"expert_layer_period", "expert_layer_offset"},
+}
+
+_HYBRID: dict[str, Any] = {
+    "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2,
+    "mamba_conv_bias": True, "mamba_proj_bias": False,
+}  # fmt: skip
 
 DEFAULTS: dict[str, dict[str, Any]] = {
+    "bamba": {**_HYBRID, "num_key_value_heads": 8},
     "cohere": {"tie_word_embeddings": True},
     "cohere2": {"tie_word_embeddings": True, "sliding_window": 4096, "sliding_window_pattern": 4},
     "gemma": {"tie_word_embeddings": True},
@@ -73,11 +83,25 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208, "max_position_embeddings": 131_072,
     },
     "gpt_oss": {"sliding_window": 128},
+    "granitemoehybrid": {**_HYBRID, "num_local_experts": 8, "shared_intermediate_size": 1024},
+    "jamba": {
+        "num_key_value_heads": 8, "num_experts": 16, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "attn_layer_period": 8, "attn_layer_offset": 4, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
+        "mamba_conv_bias": True, "mamba_proj_bias": False,
+    },
     "llama4_text": {
         "attention_chunk_size": 8192, "no_rope_layer_interval": 4, "interleave_moe_layer_step": 1,
         "num_local_experts": 16, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "hidden_size": 5120,
         "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
         "vocab_size": 202_048, "max_position_embeddings": 131_072,
+    },
+    "mamba": {
+        "tie_word_embeddings": True, "state_size": 16, "conv_kernel": 4, "expand": 2, "use_bias": False,
+        "use_conv_bias": True,
+    },
+    "mamba2": {
+        "num_heads": 128, "head_dim": 64, "n_groups": 8, "state_size": 128, "conv_kernel": 4, "expand": 2,
+        "use_bias": False, "use_conv_bias": True,
     },
     "mistral": {"sliding_window": 4096},
     "olmo3": {"sliding_window": 4096},
@@ -85,6 +109,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"use_sliding_window": False, "max_window_layers": 28},
     "qwen3": {"use_sliding_window": False, "max_window_layers": 28},
     "qwen3_moe": {"use_sliding_window": False},
+    "qwen3_next": {
+        "num_key_value_heads": 2, "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "num_experts": 512,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1,
+    },
     "smollm3": {"tie_word_embeddings": True, "use_sliding_window": False},
     "starcoder2": {"tie_word_embeddings": True},
 }  # fmt: skip
@@ -122,12 +151,14 @@ class Experts:
         num_experts: Experts of such a layer, of which a token runs through a few; all of them take memory.
         intermediate_size: Width of an expert.
         shared_size: Width of what every token runs through beside them, 0 where there is none.
+        is_shared_gated: Whether a gate says how much of that.
     """
 
     num_layers: int
     num_experts: int
     intermediate_size: int
     shared_size: int = 0
+    is_shared_gated: bool = False
 
 
 def decoder_config(config: Config, where: str) -> tuple[dict[str, Any], str]:
@@ -141,7 +172,7 @@ def decoder_config(config: Config, where: str) -> tuple[dict[str, Any], str]:
         The decoder's values, and what errors are to call them.
 
     Raises:
-        PlanError: It has layers without K and V, or whose K and V are of other sizes.
+        PlanError: It has layers that keep what is not known, or whose K and V are of other sizes.
     """
     text: Config = config
     kind = config.get("model_type")
@@ -150,18 +181,18 @@ def decoder_config(config: Config, where: str) -> tuple[dict[str, Any], str]:
         text = {"tie_word_embeddings": config.get("tie_word_embeddings"), **config["text_config"]}
         kind = text.get("model_type") or (kind and f"{kind}_text")
     known = DEFAULTS.get(str(kind), {})
-    # A window or chunk that is null is none; of other keys it is as if they were left out.
+    # A window or chunk that is null is none, and K's heads are Q's; of other keys it is as if they were left out.
     said = {key: value for key, value in text.items() if value is not None or key in _NONE_IF_NULL}
     values = {**known, **said}
     values["model_type"] = kind
-    if kind in _WITH_STATES:
+    if kind in _WITH_OTHER_STATES:
         raise PlanError(
-            f"{where}: expected K and V in every layer, got model_type {kind!r}, of which layers keep a state; "
-            "start its executor, which measures"
+            f"{where}: expected K and V, or a state of a known size, in every layer, got model_type {kind!r}, of which"
+            " layers keep another; no executor here runs it"
         )
     for key in _OTHER_DECODERS:
         if values.get(key):
-            raise _not_understood(where, key, values[key], "a decoder with equal K and V and no more in every layer")
+            raise not_understood(where, key, values[key], "a decoder with equal K and V and no more in every layer")
     return values, where
 
 
@@ -175,12 +206,17 @@ def positive(config: Config, key: str, where: str, default: int | None = None) -
     return value
 
 
-def longest_sequence(config: Config, where: str) -> int:
+def longest_sequence(config: Config, where: str) -> int | None:
     """Tokens of the longest sequence, as the executor has it: of longrope, those before its factors change.
+
+    Returns:
+        None where there is no such length: a model that keeps states alone, and says nothing.
 
     Raises:
         PlanError: It is missing, or no positive integer.
     """
+    if config["model_type"] in _ONLY_STATES and config.get("max_position_embeddings") is None:
+        return None
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if isinstance(rope, dict) and "longrope" in (rope.get("rope_type"), rope.get("type")):
         for values in (rope, config):
@@ -204,15 +240,17 @@ def layer_windows(config: Config, where: str) -> tuple[int, ...]:
     if config.get("sliding_window") and config.get("use_sliding_window", True):
         window = positive(config, "sliding_window", where)
     chunk = positive(config, "attention_chunk_size", where) if config.get("attention_chunk_size") else 0
+    if chunk == 1:
+        raise not_understood(where, "attention_chunk_size", chunk, "chunks of at least 2 tokens")
     types = config.get("layer_types")
     if types is not None:
         known = {_FULL, _SLIDING, _CHUNKED} if config["model_type"] == _LLAMA4 else {_FULL, _SLIDING}
         if not isinstance(types, list) or len(types) != num_layers or not set(types) <= known:
-            raise _not_understood(where, "layer_types", types, f"{num_layers} of {_FULL} or {_SLIDING}")
+            raise not_understood(where, "layer_types", types, f"{num_layers} of {_FULL} or {_SLIDING}")
         if _SLIDING in types and not window:
-            raise _not_understood(where, "sliding_window", config.get("sliding_window"), f"a window of {_SLIDING}")
+            raise not_understood(where, "sliding_window", config.get("sliding_window"), f"a window of {_SLIDING}")
         if _CHUNKED in types and not chunk:
-            raise _not_understood(where, "attention_chunk_size", chunk, f"chunks of {_CHUNKED}")
+            raise not_understood(where, "attention_chunk_size", chunk, f"chunks of {_CHUNKED}")
         return tuple({_FULL: 0, _SLIDING: window, _CHUNKED: -chunk}[kind] for kind in types)
     if chunk:
         return _chunks(config, num_layers, chunk, where)
@@ -233,19 +271,26 @@ def layer_windows(config: Config, where: str) -> tuple[int, ...]:
 def _chunks(config: Config, num_layers: int, chunk: int, where: str) -> tuple[int, ...]:
     """Which layers of a Llama 4 are cut into chunks: those with rotary positions."""
     if config["model_type"] != _LLAMA4:
-        raise _not_understood(where, "attention_chunk_size", chunk, f"chunks in a {_LLAMA4} alone, or layer_types")
+        raise not_understood(where, "attention_chunk_size", chunk, f"chunks in a {_LLAMA4} alone, or layer_types")
     rotary = config.get("no_rope_layers")  # of its name it says the contrary: 1 is with
     if not rotary:
         every = positive(config, "no_rope_layer_interval", where)
         rotary = [int((layer + 1) % every != 0) for layer in range(num_layers)]
     if not isinstance(rotary, list) or len(rotary) < num_layers:
-        raise _not_understood(where, "no_rope_layers", rotary, f"{num_layers} of 0 or 1")
+        raise not_understood(where, "no_rope_layers", rotary, f"{num_layers} of 0 or 1")
     return tuple(-chunk if is_rotary else 0 for is_rotary in rotary[:num_layers])
 
 
 def dense_width(config: Config, where: str) -> int:
-    """Width of the feed-forward network in layers without experts. Raises PlanError for no positive integer."""
-    return positive(config, "intermediate_size_mlp" if config["model_type"] == _LLAMA4 else "intermediate_size", where)
+    """Width of the feed-forward network in layers without experts; 0 where such layers have none.
+
+    Raises:
+        PlanError: It is missing, or no positive integer.
+    """
+    if config["model_type"] in _ONLY_STATES:
+        return 0
+    keys = {_LLAMA4: "intermediate_size_mlp", _GRANITE4: "shared_intermediate_size"}
+    return positive(config, keys.get(str(config["model_type"]), "intermediate_size"), where)
 
 
 def read_experts(config: Config, where: str) -> Experts | None:
@@ -259,25 +304,30 @@ def read_experts(config: Config, where: str) -> Experts | None:
         PlanError: A key of a mixture of experts is not understood, or has no value that it can have.
     """
     is_llama4 = config["model_type"] == _LLAMA4
-    understood = _UNDERSTOOD | _ROUTING | (_LLAMA4_KEYS if is_llama4 else set())
+    understood = _UNDERSTOOD | _ROUTING | _KEYS_OF.get(str(config["model_type"]), set())
     for key, value in config.items():
         is_mixtures = "expert" in key or "moe" in key.split("_") or key.startswith("router_")
         if value and is_mixtures and key not in understood:
-            raise _not_understood(where, key, value, f"experts that {', '.join(sorted(_UNDERSTOOD))} describe")
+            raise not_understood(where, key, value, f"experts that {', '.join(sorted(_UNDERSTOOD))} describe")
     counts = {key: positive(config, key, where) for key in _COUNTS if config.get(key)}
     if not counts:
         return None
+    if config["model_type"] == _JAMBA and set(counts.values()) == {1}:
+        return None  # one that all tokens take
     if len(set(counts.values())) > 1:
         raise PlanError(f"{where}: expected one number of experts, got {counts}; keep the one that is meant")
     for key in _OTHER_LAYERS:
         if config.get(key) and key not in understood:
-            raise _not_understood(where, key, config[key], "experts and one size of layers without any")
+            raise not_understood(where, key, config[key], "experts and one size of layers without any")
     width = positive(config, "moe_intermediate_size", where, positive(config, "intermediate_size", where))
     shared = sum(positive(config, key, where) for key in _SHARED_WIDTHS if config.get(key))
     shared += sum(positive(config, key, where) for key in _SHARED_COUNTS if config.get(key)) * width
     shared += width if is_llama4 else 0
     num_layers = _num_sparse_layers(config, where)
-    return Experts(num_layers, next(iter(counts.values())), width, shared) if num_layers else None
+    if not num_layers:
+        return None
+    is_gated = bool(config.get("shared_expert_intermediate_size"))
+    return Experts(num_layers, next(iter(counts.values())), width, shared, is_gated)
 
 
 def _num_sparse_layers(config: Config, where: str) -> int:
@@ -287,17 +337,22 @@ def _num_sparse_layers(config: Config, where: str) -> int:
         step = positive(config, "interleave_moe_layer_step", where)
         chosen = config.get("moe_layers") or range(step - 1, num_layers, step)
         return sum(layer in chosen for layer in range(num_layers))
+    if config["model_type"] == _JAMBA:
+        period, offset = positive(config, "expert_layer_period", where), config.get("expert_layer_offset")
+        if type(offset) is not int or not 0 <= offset < period:
+            raise not_understood(where, "expert_layer_offset", offset, f"an offset below the period of {period}")
+        return len(range(offset, num_layers, period))
     types = config.get("mlp_layer_types")
     if types is not None:
         if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
-            raise _not_understood(where, "mlp_layer_types", types, f"{num_layers} of dense or sparse")
+            raise not_understood(where, "mlp_layer_types", types, f"{num_layers} of dense or sparse")
         return types.count("sparse")
     dense = config.get("mlp_only_layers", [])
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise _not_understood(where, "mlp_only_layers", dense, "a list of layers")
+        raise not_understood(where, "mlp_only_layers", dense, "a list of layers")
     first = config.get("first_k_dense_replace", 0)
     if type(first) is not int or first < 0:
-        raise _not_understood(where, "first_k_dense_replace", first, "a number of layers")
+        raise not_understood(where, "first_k_dense_replace", first, "a number of layers")
     step = positive(config, "decoder_sparse_step", where, 1)
     every = positive(config, "moe_layer_freq", where, 1)
     return sum(
@@ -306,7 +361,8 @@ def _num_sparse_layers(config: Config, where: str) -> int:
     )
 
 
-def _not_understood(where: str, key: str, value: object, expected: str) -> PlanError:
+def not_understood(where: str, key: str, value: object, expected: str) -> PlanError:
+    """The error of a key whose value is none that is known."""
     shown = repr(value)
     shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
     return PlanError(f"{where}: expected {expected}, got {key} {shown}; start its executor, which measures")

@@ -14,10 +14,12 @@ from kvplane_client.cli.capacity import (
     KV_DTYPE_BYTES,
     PRESETS,
     Capacity,
+    ModelShape,
     PlanError,
     load_shape,
     plan_capacity,
 )
+from kvplane_client.cli.model_states import STATE
 from kvplane_client.cli.output import out_console, print_json
 from kvplane_client.cli.session import CommandError, reported
 from kvplane_client.cli.values import MAX_INT32, integer, number, one_of, parse_size
@@ -30,7 +32,9 @@ _HELP = f"""Say how many KV blocks fit a memory, and how many users at once.
 MODEL is one of {", ".join(PRESETS)},
 or a config.json, or its folder. The executor measures the same at its start;
 this reckons: weights from the shape (of a model that also sees or hears: of
-its decoder alone), and --overhead for activations and the runtime.
+its decoder alone), and --overhead for activations and the runtime. Layers
+that keep a state (Mamba, linear attention) need blocks that it fits into:
+their size is then a multiple of --block-size, as the executor makes it.
 
 Examples:
 
@@ -101,26 +105,34 @@ def plan(
             help="Most tokens of one step, as of the manager. Layers with a window hold as many beside it.",
         ),
     ] = 2048,
+    state_interval: Annotated[
+        int,
+        typer.Option(
+            "--state-interval", metavar="N", parser=integer(1, 65_536, advice="as the executor's"),
+            help="Fewest tokens of a block where layers keep a state (Mamba), as of the executor.",
+        ),
+    ] = 512,
     as_json: opt.JsonFlag = False,
 ) -> None:  # fmt: skip
     """Reckon what fits; the help text is _HELP."""
     with reported(as_json):
         try:
             shape = load_shape(model)
+            capacity = plan_capacity(
+                shape,
+                total_bytes=memory,
+                utilization=utilization,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                overhead_bytes=overhead,
+                block_size=block_size,
+                context_len=context_len or _longest(model, shape),
+                weights_bytes=weights,
+                longest_chunk=longest_chunk,
+                state_interval=state_interval,
+            )
         except PlanError as error:
             raise CommandError(str(error)) from error
-    capacity = plan_capacity(
-        shape,
-        total_bytes=memory,
-        utilization=utilization,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        overhead_bytes=overhead,
-        block_size=block_size,
-        context_len=context_len or shape.max_model_len,
-        weights_bytes=weights,
-        longest_chunk=longest_chunk,
-    )
     if as_json:
         print_json(
             {
@@ -146,10 +158,18 @@ def _kv_cache(capacity: Capacity) -> dict[str, Any]:
 
 
 def _kind(window: int) -> dict[str, Any]:
-    """A group's type and size; chunks are windows below 0."""
+    """A group's type and size; chunks and states are windows below 0."""
+    if window == STATE:
+        return {"type": "recurrent_state"}
     if window < 0:
         return {"type": "chunked_local", "chunk": -window}
     return {"type": "sliding_window", "window": window} if window else {"type": "full_attention"}
+
+
+def _longest(model: str, shape: ModelShape) -> int:
+    if shape.max_model_len is None:
+        raise PlanError(f"{model}: expected --context-len, since the model names no longest sequence, got none; set it")
+    return shape.max_model_len
 
 
 def _rows(capacity: Capacity) -> list[tuple[str, str]]:
@@ -163,10 +183,13 @@ def _rows(capacity: Capacity) -> list[tuple[str, str]]:
         ("blocks", f"{capacity.num_blocks:,}, for {capacity.num_tokens:,} tokens"),
         ("users", f"{capacity.num_users:,} at once with {capacity.context_len:,} tokens each"),
     ]
+    if capacity.bytes_per_state:
+        rows.insert(5, ("one state", f"{capacity.bytes_per_state:,} bytes in each layer that keeps one"))
     if capacity.num_groups > 1:
-        rows.insert(6, ("groups", f"{capacity.num_groups} of layers, each with blocks of its own"))
+        rows.insert(-2, ("groups", f"{capacity.num_groups} of layers, each with blocks of its own"))
     if capacity.num_users == 0:
-        rows.append(("", "not one fits: more --memory, a shorter --context-len, or --kv-dtype fp8"))
+        third = "a shorter --max-num-batched-tokens" if capacity.bytes_per_state else "--kv-dtype fp8"
+        rows.append(("", f"not one fits: more --memory, a shorter --context-len, or {third}"))
     return rows
 
 

@@ -70,6 +70,25 @@ def test_replay_takes_what_a_plan_of_a_model_with_windows_printed(trace: Path, t
     assert document["prefix_cache"]["hit_tokens"] == 3 * 512
 
 
+def test_replay_takes_what_a_plan_of_a_model_with_states_printed(trace: Path, tmp_path: Path) -> None:
+    config = {
+        "model_type": "bamba", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 4096,
+        "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_state": 16,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    planned = kvplane("plan", tmp_path, "--memory", "64MiB", "--overhead", 0, "--json")
+    assert planned.returncode == 0, planned.stderr
+    kv_cache = json.loads(planned.stdout)["kv_cache"]
+    done = replay(trace, "--kv-cache", "-", "--json", stdin=planned.stdout)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["settings"]["num_blocks"] == kv_cache["num_blocks"] > 100
+    assert (document["settings"]["block_size"], document["settings"]["kv_groups"]) == (512, "full,3xstate")
+    assert document["requests"] == {"replayed": 4, "refused": 0, "failed": 0}
+    assert document["prefix_cache"]["hit_tokens"] == 3 * 512
+
+
 def test_replay_bad_line_exits_1_and_says_where(trace: Path) -> None:
     trace.write_text(trace.read_text() + "{}\n")
     plain, as_json = replay(trace, "--num-blocks", 40), replay(trace, "--num-blocks", 40, "--json")

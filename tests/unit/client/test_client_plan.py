@@ -62,9 +62,9 @@ def test_load_shape_reads_a_config_and_fills_in_what_older_ones_leave_out(tmp_pa
     [
         ("{", "expected JSON"),
         ("[]", "expected a JSON object, got list"),
-        ("{}", "expected num_attention_heads to be a positive integer, got None"),
-        ('{"num_attention_heads": "4"}', "expected num_attention_heads to be a positive integer, got '4'"),
-        ('{"model_type": "bamba"}', "expected K and V in every layer, got model_type 'bamba'"),
+        ("{}", "expected hidden_size to be a positive integer, got None"),
+        ('{"hidden_size": "4"}', "expected hidden_size to be a positive integer, got '4'"),
+        ('{"model_type": "bamba"}', "expected hidden_size to be a positive integer, got None"),
     ],
 )
 def test_load_shape_bad_config_says_expected_and_got(tmp_path: Path, text: str, message: str) -> None:

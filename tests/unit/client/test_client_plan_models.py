@@ -320,8 +320,8 @@ def test_plan_nested_config_is_the_decoders_with_what_its_class_knows() -> None:
         (GEMMA_3_1B | {"layer_types": ["sliding_attention"] * 26, "sliding_window": None}, "got sliding_window None"),
         (MISTRAL_7B | {"model_type": "new"}, "expected layer_types to say which layers have the sliding_window"),
         (MISTRAL_7B | {"sliding_window": -1}, "expected sliding_window to be a positive integer, got -1"),
-        ({"text_config": {"hidden_size": 8}}, "config.json, text_config: expected num_attention_heads to be"),
-        ({"text_config": {"model_type": "qwen3_next"}}, "expected K and V in every layer, got model_type 'qwen3_next'"),
+        ({"text_config": {"hidden_size": 8}}, "config.json, text_config: expected num_hidden_layers to be"),
+        (LLAMA_4_SCOUT | {"attention_chunk_size": 1}, "chunks of at least 2 tokens, got attention_chunk_size 1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
