@@ -12,6 +12,8 @@ numbers of layers, so that a block is as large for each of them, and a sequence 
 attention for all its tokens, of a window or chunks for those that can still be read and a row to come. The arithmetic
 is that of the executor's ``group_layers`` and ``KvGroupSpec.most_blocks``, which tests hold it to.
 
+A layer that reads the K and V of another has none, and is in no group.
+
 A state lies in a block like K and V of its tokens do, so a block is made long enough for both: the least multiple of
 the block size that is no shorter than the interval between states, and that a state fits into.
 """
@@ -34,6 +36,7 @@ from kvplane_client.cli.model_layers import (
     dense_width,
     layer_windows,
     longest_sequence,
+    num_shared,
     positive,
     read_experts,
 )
@@ -65,7 +68,7 @@ class ModelShape:
     """What decides a decoder's memory, as its config.json says.
 
     Attributes:
-        num_layers: Layers; each has K and V, or a state.
+        num_layers: Layers; each has K and V, or a state, but for num_shared_layers.
         hidden_size: Width of a token between layers.
         num_heads: Query heads.
         num_kv_heads: Heads that K and V have; 0, as are num_heads and head_dim, where no layer attends.
@@ -79,6 +82,7 @@ class ModelShape:
         experts: Those that some layers, or all, have in place of one network.
         gated: Whether a network has a third matrix, its gate.
         states: The layers that keep a state.
+        num_shared_layers: Layers, the last ones, that read the K and V of earlier ones.
         other_weights: What its type has beside those of the Llama family.
     """
 
@@ -95,11 +99,17 @@ class ModelShape:
     experts: Experts | None = None
     gated: bool = True
     states: StateLayers | None = None
+    num_shared_layers: int = 0
     other_weights: int = 0
 
     @property
     def num_kv_layers(self) -> int:
-        """Layers that have K and V."""
+        """Layers that have K and V of their own."""
+        return self.num_attending - self.num_shared_layers
+
+    @property
+    def num_attending(self) -> int:
+        """Layers that attend."""
         return self.num_layers - (self.states.num_layers if self.states else 0)
 
     @property
@@ -110,7 +120,7 @@ class ModelShape:
         """
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         norms = 2 if self.intermediate_size else 1
-        layers = self.num_kv_layers * attention + self.num_layers * norms * self.hidden_size
+        layers = self.num_attending * attention + self.num_layers * norms * self.hidden_size
         if self.states is not None:
             layers += self.states.num_layers * self.states.num_weights
         matrices = 3 if self.gated else 2
@@ -165,6 +175,7 @@ class ModelShape:
             experts=read_experts(values, where),
             gated=values["model_type"] not in UNGATED,
             states=states,
+            num_shared_layers=num_shared(values, windows, where),
             other_weights=other_weights(values, len(windows) - windows.count(STATE), where),
         )
 
@@ -274,7 +285,7 @@ class Capacity:
         bytes_per_block: K and V, or states, of one block, which is of one group's layers.
         num_blocks: Blocks that fit, the null block included.
         block_size: Tokens per block: more than were asked for, where layers keep a state.
-        num_tokens: Tokens that the usable blocks hold in every layer, as of sequences that no window has left behind.
+        num_tokens: Tokens that the usable blocks hold in every layer, as of sequences that left none behind.
         context_len: Tokens of one user.
         blocks_per_user: Blocks of one user, of all groups together.
         num_users: Users at once, each with a context of their own.
@@ -349,9 +360,8 @@ def plan_capacity(
     kv_bytes = max(0, usable_bytes - weights_bytes - overhead_bytes)
     # A window, or a chunk, as long as any sequence is none.
     longest = math.inf if shape.max_model_len is None else shape.max_model_len
-    windows = [
-        window if window == STATE or abs(window) < longest else 0 for window in shape.windows or (0,) * shape.num_layers
-    ]
+    read = (shape.windows or (0,) * shape.num_layers)[: shape.num_layers - shape.num_shared_layers]
+    windows = [window if window == STATE or abs(window) < longest else 0 for window in read]
     groups = group_layers(windows)
     # Where no layer attends, a block has halves all the same, each of as many numbers for every token.
     page_bytes = token_bytes or 2 * kv_value_bytes * -(-state_bytes // (2 * kv_value_bytes * block_size))

@@ -7,7 +7,7 @@ the classes. What is not understood is refused by its key: a number that is wron
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ __all__ = [
     "layer_windows",
     "longest_sequence",
     "not_understood",
+    "num_shared",
     "positive",
     "read_experts",
 ]
@@ -44,6 +45,9 @@ _OTHER_DECODERS = (
     "num_kv_shared_layers", "per_layer_config", "swa_head_dim", "swa_num_key_value_heads", "type_vocab_size",
     "use_bidirectional_attention",
 )  # fmt: skip
+
+_GEMMA3N = "gemma3n_text"
+_GEMMA3N_KEYS = ("hidden_size_per_layer_input", "num_kv_shared_layers")
 
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _SHARED_COUNTS = ("n_shared_experts", "num_shared_experts")
@@ -81,6 +85,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "tie_word_embeddings": True, "sliding_window": 4096, "sliding_window_pattern": 6, "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208, "max_position_embeddings": 131_072,
+    },
+    "gemma3n_text": {
+        "tie_word_embeddings": True, "sliding_window": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "head_dim": 256, "vocab_size": 262_400, "max_position_embeddings": 32_768, "hidden_size": 2048,
+        "num_hidden_layers": 35, "num_kv_shared_layers": 15, "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144, "altup_num_inputs": 4, "laurel_rank": 64,
     },
     "gpt_oss": {"sliding_window": 128},
     "granitemoehybrid": {**_HYBRID, "num_local_experts": 8, "shared_intermediate_size": 1024},
@@ -131,6 +141,7 @@ WINDOW_RULES: dict[str, Callable[[int, Config], bool]] = {
     **dict.fromkeys(
         ("cohere2", "gemma3_text"), lambda layer, config: (layer + 1) % config["sliding_window_pattern"] != 0
     ),
+    "gemma3n_text": lambda layer, config: (layer + 1) % 5 != 0,
     "olmo3": lambda layer, config: (layer + 1) % 4 != 0,
     **dict.fromkeys(("qwen2", "qwen3"), lambda layer, config: bool(layer >= config["max_window_layers"])),
     "qwen2_moe": lambda layer, config: layer % 2 == 0 and bool(layer < config["max_window_layers"]),
@@ -191,7 +202,7 @@ def decoder_config(config: Config, where: str) -> tuple[dict[str, Any], str]:
             " layers keep another; no executor here runs it"
         )
     for key in _OTHER_DECODERS:
-        if values.get(key):
+        if values.get(key) and not (kind == _GEMMA3N and key in _GEMMA3N_KEYS):
             raise not_understood(where, key, values[key], "a decoder with equal K and V and no more in every layer")
     return values, where
 
@@ -281,16 +292,38 @@ def _chunks(config: Config, num_layers: int, chunk: int, where: str) -> tuple[in
     return tuple(-chunk if is_rotary else 0 for is_rotary in rotary[:num_layers])
 
 
+def num_shared(config: Config, windows: Sequence[int], where: str) -> int:
+    """How many layers, the last ones, read the K/V of the last one before them with a window like theirs.
+
+    Raises:
+        PlanError: There are as many as layers, or no layer before them has such a window.
+    """
+    if config["model_type"] != _GEMMA3N or not config.get("num_kv_shared_layers"):
+        return 0
+    shared = positive(config, "num_kv_shared_layers", where)
+    if set(windows[:-shared]) != set(windows):
+        raise not_understood(
+            where, "num_kv_shared_layers", shared, f"for each kind of the {len(windows)} layers one that has K and V"
+        )
+    return shared
+
+
 def dense_width(config: Config, where: str) -> int:
     """Width of the feed-forward network in layers without experts; 0 where such layers have none.
 
     Raises:
-        PlanError: It is missing, or no positive integer.
+        PlanError: It is missing, no positive integer, or not the same in all layers.
     """
     if config["model_type"] in _ONLY_STATES:
         return 0
     keys = {_LLAMA4: "intermediate_size_mlp", _GRANITE4: "shared_intermediate_size"}
-    return positive(config, keys.get(str(config["model_type"]), "intermediate_size"), where)
+    key = keys.get(str(config["model_type"]), "intermediate_size")
+    widths = config.get(key, 16_384) if config["model_type"] == _GEMMA3N else None
+    if isinstance(widths, list):  # one for each layer
+        if len(widths) != positive(config, "num_hidden_layers", where) or len(set(map(repr, widths))) != 1:
+            raise not_understood(where, key, widths, "one width in all layers")
+        widths = widths[0]
+    return positive(config if widths is None else {key: widths}, key, where)
 
 
 def read_experts(config: Config, where: str) -> Experts | None:

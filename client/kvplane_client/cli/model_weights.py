@@ -22,11 +22,32 @@ def _query_gates(config: Config, num_attending: int, where: str) -> int:
     return num_attending * (positive(config, "hidden_size", where) * heads * width + 2 * width)
 
 
-_OTHERS: dict[str, Callable[[Config, int, str], int]] = {"qwen3_next": _query_gates}
+def _gemma3n(config: Config, num_attending: int, where: str) -> int:
+    """Gemma 3n's: several streams between layers (AltUp), low-rank shortcuts (Laurel), and an embedding per layer.
+
+    Source: transformers' Gemma3nTextModel. Layers without K/V of their own have no projections for it.
+    """
+    hidden, head_dim = positive(config, "hidden_size", where), positive(config, "head_dim", where)
+    streams, rank = positive(config, "altup_num_inputs", where), positive(config, "laurel_rank", where)
+    width, words = (positive(config, f"{key}_size_per_layer_input", where) for key in ("hidden", "vocab"))
+    shared = config.get("num_kv_shared_layers") or 0
+    norms = 2 * hidden + head_dim  # beside two of every decoder; that of queries
+    altup = hidden * (streams + 2) + streams**2 + streams**3  # router, its norm, a scale; corrections, predictions
+    laurel = hidden * (2 * rank + 1)
+    embedded = hidden * (2 * width + 1)
+    layers = num_attending * (norms + altup + laurel + embedded) + (num_attending - shared) * head_dim
+    projections = 2 * hidden * head_dim * positive(config, "num_key_value_heads", where)
+    whole = num_attending * width * (words + hidden) + width + 2 * (streams - 1) * hidden**2
+    return layers - shared * projections + whole
+
+
+_OTHERS: dict[str, Callable[[Config, int, str], int]] = {"gemma3n_text": _gemma3n, "qwen3_next": _query_gates}
 
 
 def other_weights(config: Config, num_attending: int, where: str) -> int:
     """Weights that neither attention, states, networks, two norms a layer nor embeddings account for.
+
+    K/V projections that layers lack are taken off.
 
     Args:
         config: Of ``decoder_config``.

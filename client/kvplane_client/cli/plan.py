@@ -188,7 +188,7 @@ def _rows(capacity: Capacity) -> list[tuple[str, str]]:
     if capacity.num_groups > 1:
         rows.insert(-2, ("groups", f"{capacity.num_groups} of layers, each with blocks of its own"))
     if capacity.num_users == 0:
-        third = "a shorter --max-num-batched-tokens" if capacity.bytes_per_state else "--kv-dtype fp8"
+        third = "a smaller --max-num-batched-tokens" if capacity.bytes_per_state else "--kv-dtype fp8"
         rows.append(("", f"not one fits: more --memory, a shorter --context-len, or {third}"))
     return rows
 

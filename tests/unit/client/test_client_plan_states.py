@@ -40,7 +40,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 3, "attn_layer_offset": 0, "num_experts": 1, "mamba_d_conv": 3},
     "qwen3_next": {"linear_value_head_dim": 24, "mlp_only_layers": [1]},
 }
-SAVED = [(kind, changes) for kind, other in KINDS.items() for changes in ({}, other)]
+SHARING: dict[str, dict[str, Any]] = {"gemma3n": {"num_kv_shared_layers": 2, "altup_num_inputs": 3, "head_dim": 8}}
+SAVED = [(kind, changes) for kind, other in (KINDS | SHARING).items() for changes in ({}, other)]
 """Each as the executor's own tests have it, and otherwise."""
 
 
@@ -97,11 +98,10 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return save_tiny_model(tmp_path_factory.mktemp("state") / kind, kind, **changes)
 
 
-@pytest.mark.parametrize(("block_size", "interval"), [(16, 1), (1, 1), (8, 40)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_plan_blocks_of_a_model_with_states_are_the_executors(
-    saved: Path, block_size: int, interval: int, dtype: str
-) -> None:
+@pytest.mark.parametrize(
+    ("block_size", "interval", "dtype"), [(16, 1, "float32"), (1, 1, "bfloat16"), (8, 40, "bfloat16")]
+)
+def test_plan_blocks_and_users_are_the_executors(saved: Path, block_size: int, interval: int, dtype: str) -> None:
     info = executor_info(saved, block_size=block_size, state_interval=interval, dtype=dtype)
     for context_len in (1, 60, MAX_MODEL_LEN):
         capacity = capacity_of(
@@ -110,19 +110,20 @@ def test_plan_blocks_of_a_model_with_states_are_the_executors(
         require_equal(capacity, info, 100)
 
 
-def test_plan_weights_of_a_model_with_states_are_those_that_are_saved(saved: Path) -> None:
+def test_plan_weights_are_those_that_are_saved(saved: Path) -> None:
     assert load_shape(str(saved)).num_parameters == saved_numbers(saved)
     assert capacity_of(saved).weights_bytes == 4 * saved_numbers(saved)
 
 
-@pytest.mark.parametrize("model_type", STATE_MODELS)
-def test_plan_weights_and_states_of_a_config_that_leaves_out_what_the_class_knows(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", [*STATE_MODELS, *executor.SHARING_MODELS])
+def test_plan_weights_and_layers_of_a_config_that_leaves_out_what_the_class_knows(model_type: str) -> None:
     """Only what each published config.json has; the rest is the class's."""
     config = CONFIG_MAPPING[model_type]()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     needed = ("hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size", "max_position_embeddings")
     written = {key: getattr(config, key) for key in (*needed, "num_attention_heads") if hasattr(config, key)}
+    written = {} if model_type in executor.SHARING_MODELS else written
     shape = ModelShape.from_config(written | {"model_type": model_type}, model_type)
     assert shape.num_parameters == model.num_parameters()
     assert list(shape.windows) == executor.layer_windows(config)
@@ -137,6 +138,7 @@ GRANITE = BAMBA | {"model_type": "granitemoehybrid", "layer_types": ["mamba", "a
 
 JAMBA = BAMBA | {"model_type": "jamba"}
 QWEN3_NEXT = BAMBA | {"model_type": "qwen3_next", "head_dim": 16}
+GEMMA_3N: dict[str, Any] = {"model_type": "gemma3n_text", "num_hidden_layers": 5, "num_kv_shared_layers": 0}
 MAMBA: dict[str, Any] = {"model_type": "mamba", "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 100}
 LLAMA4: dict[str, Any] = {
     "model_type": "llama4_text", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4,
@@ -202,6 +204,10 @@ def test_plan_layers_of_older_names_are_those_of_newer_ones() -> None:
         (JAMBA | {"attn_layer_offset": 8}, "expected an offset below the period of 8, got attn_layer_offset 8"),
         (JAMBA | {"expert_layer_offset": 2}, "expected an offset below the period of 2, got expert_layer_offset 2"),
         (JAMBA | {"mamba_dt_rank": "full"}, "expected mamba_dt_rank to be a positive integer, got 'full'"),
+        (GEMMA_3N | {"num_kv_shared_layers": 1}, "got num_kv_shared_layers 1"),
+        (GEMMA_3N | {"num_kv_shared_layers": 5}, "for each kind of the 5 layers one that has K and V, got num_kv"),
+        (GEMMA_3N | {"intermediate_size": [64, 64, 64, 64, 32]}, "one width in all layers, got intermediate_size [64"),
+        (BAMBA | {"num_kv_shared_layers": 1}, "got num_kv_shared_layers 1"),
         (QWEN3_NEXT | {"linear_key_head_dim": "8"}, "expected linear_key_head_dim to be a positive integer, got '8'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -210,6 +216,22 @@ def test_plan_states_that_are_not_understood_are_refused_by_their_key(config: di
     with pytest.raises(PlanError) as caught:
         shape_of(config)
     assert message in str(caught.value)
+
+
+def test_plan_gemma_3n_keeps_k_and_v_of_the_layers_that_have_their_own() -> None:
+    """E4B: 20 of 35 layers, each fifth of which is full. Five groups of four; what they share is in none."""
+    shape = shape_of({"model_type": "gemma3n", "text_config": {"num_hidden_layers": 35}})
+    capacity = plan_capacity(
+        shape, total_bytes=80 * GIB, utilization=0.9, dtype="bfloat16", kv_dtype="auto", overhead_bytes=0,
+        block_size=16, context_len=32_768, longest_chunk=2048,
+    )  # fmt: skip
+    assert [(group.num_layers, group.window) for group in capacity.groups] == [(4, 0), *[(4, 512)] * 4]
+    assert capacity.bytes_per_token == 20 * 2 * 2 * 256 * 2
+    assert capacity.blocks_per_user == 2048 + 4 * 161
+    assert round(shape.num_parameters / 1e9, 2) == 6.84
+    unshared = shape_of(GEMMA_3N | {"num_kv_shared_layers": 0})
+    assert (unshared.num_kv_layers, unshared.num_shared_layers) == (5, 0)
+    assert shape_of(GEMMA_3N | {"intermediate_size": [64] * 5}) == shape_of(GEMMA_3N | {"intermediate_size": 64})
 
 
 def test_plan_time_steps_without_a_limit_are_none_however_they_are_written() -> None:
