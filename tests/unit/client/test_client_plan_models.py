@@ -18,11 +18,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typer.testing import CliRunner
 
 from executor_service import layer_groups as executor
-from executor_service.backends.base import KvGroupSpec
+from executor_service.backends.base import STATE, KvGroupSpec
 from executor_service.kv_cache import KvLayout
 from executor_service.model_loader import resolve_max_model_len
 from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
-from kvmanager_service.core.kv_groups import ChunkedLocal, FullAttention, KVGroup, SlidingWindow
+from kvmanager_service.core.kv_groups import ChunkedLocal, FullAttention, KVGroup, RecurrentState, SlidingWindow
 
 GIB = 1024**3
 CHUNK = 2048
@@ -79,6 +79,8 @@ def test_command_json_names_chunks_as_a_replay_reads_them(tmp_path: Path) -> Non
 
 def manager_group(window: int) -> KVGroup:
     """The core's for the executor's window."""
+    if window == STATE:
+        return RecurrentState(16)
     if window < 0:
         return ChunkedLocal(16, -window)
     return SlidingWindow(16, window) if window else FullAttention(16)
@@ -158,13 +160,13 @@ def test_plan_window_as_long_as_the_model_is_none() -> None:
 def test_group_layers_are_the_executors(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(20):
-        windows = [draw.choice([0, 0, 64, 512, -64, -1024]) for _ in range(draw.randint(1, 60))]
+        windows = [draw.choice([0, 0, 64, 512, -1, -64, -1024]) for _ in range(draw.randint(1, 60))]
         theirs = executor.group_layers(windows)
         expected = [(theirs.num_layers(group), window) for group, window in enumerate(theirs.windows)]
         assert [(group.num_layers, group.window) for group in group_layers(windows)] == expected, windows
 
 
-@pytest.mark.parametrize("window", [0, 1, 2, 16, 17, 100, -2, -16, -17, -100])
+@pytest.mark.parametrize("window", [0, 1, 2, 16, 17, 100, -1, -2, -16, -17, -100])
 @pytest.mark.parametrize("chunk", [1, 16, 50])
 def test_most_blocks_are_those_of_the_executor_and_the_manager(window: int, chunk: int) -> None:
     (ours,) = group_layers([window])
