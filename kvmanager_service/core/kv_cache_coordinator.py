@@ -343,9 +343,9 @@ class KVCacheCoordinator:
         request.num_computed_tokens = 0
         self.prefixes.drop(request)
 
-    def frees_a_block(self, request: Request) -> bool:
-        """Whether `free` would put at least one block back into the free queue."""
-        return any(block.ref_cnt == 1 for table in request.tables for block in reversed(table.blocks))
+    def tables(self, request: Request) -> list[list[KVCacheBlock]]:
+        """The blocks that it holds, by table, in order of depth; what its windows have left is not among them."""
+        return [table.blocks[table.first :] for table in request.tables]
 
     def distrust(self, request: Request, step_id: int, *, with_table: bool) -> set[KVCacheBlock]:
         """Un-hash blocks whose content a failed row put in doubt, in all groups.

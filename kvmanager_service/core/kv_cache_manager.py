@@ -389,9 +389,9 @@ class KVCacheManager:
         """Whether a running request holds what `distrust` returned."""
         return not distrusted.isdisjoint(request.blocks)
 
-    def frees_a_block(self, request: Request) -> bool:
-        """Whether `free` would put at least one block back into the free queue."""
-        return any(block.ref_cnt == 1 for block in reversed(request.blocks))
+    def tables(self, request: Request) -> list[list[KVCacheBlock]]:
+        """The blocks that it holds, by table, in order of depth."""
+        return [request.blocks]
 
     def adopt(self, tagged: Iterable[TaggedBlock]) -> int:
         """Take over blocks that an executor still holds; see `adoption`. Returns how many.

@@ -10,10 +10,11 @@ knows no queue: whom to admit, to preempt or to schedule anew, the scheduler dec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvmanager_service.core.block import KVCacheBlock
 from kvmanager_service.core.kv_cache import KVCache
+from kvmanager_service.core.kv_cache_manager import NONE_LEAVING
 from kvmanager_service.core.pinned_prefixes import PinnedPrefixes
 from kvmanager_service.core.request import Request
 from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig
@@ -99,6 +100,17 @@ class Residency:
         if self.swap_space is None:
             return False
         return self.swap_space.will_have_room(request, num_tokens, plan) or (is_alone and self._pins_await_host())
+
+    @property
+    def leaving(self) -> Mapping[KVCacheBlock, int]:
+        """References that will be dropped once all on its way to the host is acknowledged, by block."""
+        return NONE_LEAVING if self.swap_space is None else self.swap_space.leaving
+
+    def num_missing(self, request: Request, num_tokens: int, plan: StepPlan) -> int:
+        """Blocks that a running request's first num_tokens tokens lack, what is on its way to the host being free."""
+        if self.swap_space is None:
+            return self.kv.num_lacking(request, num_tokens)
+        return self.swap_space.num_missing(request, num_tokens, plan)
 
     def make_room(self, request: Request, num_tokens: int) -> bool:
         """Let pins stand back for a request that is alone, unless something may come free on its way to the host.

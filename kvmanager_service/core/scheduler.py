@@ -40,6 +40,7 @@ from kvmanager_service.core.step import Branch, ScheduledRow, SchedulerStats, St
 from kvmanager_service.core.step_plan import StepPlan
 from kvmanager_service.core.suspects import Suspects
 from kvmanager_service.core.swap_space import SwapSpace
+from kvmanager_service.core.victims import Victims
 
 _FINISHED: Final = RequestStatus.FINISHED
 _RUNNING: Final = RequestStatus.RUNNING
@@ -168,7 +169,8 @@ class Scheduler:
         """Decide the next step.
 
         Running requests come first, in order of admission; then waiting ones are admitted while budget, sequence slots
-        and blocks last. A running request that finds no block preempts others by the policy, or yields itself.
+        and blocks last. A running request that finds no block preempts others by the policy, if those behind it free
+        enough, or yields itself.
 
         Returns:
             The step, or None when there is nothing to compute now. Call `take_outputs` in either case. When no request
@@ -211,6 +213,7 @@ class Scheduler:
     def _plan_running(self, plan: StepPlan) -> bool:
         """Give rows to running requests. Returns whether blocks ran short: somebody was preempted, or awaits some."""
         is_short = False
+        victims: Victims | None = None
         for request in list(self.running.values()):
             if plan.budget == 0:
                 break
@@ -219,32 +222,27 @@ class Scheduler:
             num_tokens = plan.chunk(request)
             if num_tokens == 0:
                 continue
-            while not self.kv.allocate_slots(request, request.num_computed_tokens + num_tokens):
+            stop = request.num_computed_tokens + num_tokens
+            while not self.kv.allocate_slots(request, stop):
                 is_alone = len(self.running) == 1
-                if self.residency.awaits_host(
-                    request, request.num_computed_tokens + num_tokens, plan, is_alone=is_alone
-                ):
+                if self.residency.awaits_host(request, stop, plan, is_alone=is_alone):
                     is_short = True
                     break
                 if is_alone:
                     # Pins hold what it lacks, or it needs more than the whole pool. If a token of it is on its
                     # way, that may end it.
                     if not request.num_pending_tokens:
-                        if self.residency.make_room(request, request.num_computed_tokens + num_tokens):
+                        if self.residency.make_room(request, stop):
                             continue
                         self._fail_outgrown(request)
                     break
-                victim = self._choose_victim(request)
                 is_short = True
-                plan.drop(victim)
-                self._preempt(victim, plan)
-                self.stats.preemptions += 1
-                if victim is request:
+                victims = victims or self._order_victims(plan)
+                if not self._make_way(request, stop, victims, plan):
                     break
             else:
                 plan.add(request, num_tokens)
-        for row in plan.rows:
-            plan.claim(row)
+        plan.claim_all()
         return is_short
 
     def _plan_waiting(self, plan: StepPlan) -> None:
@@ -285,10 +283,19 @@ class Scheduler:
 
     # --- blocks run short -----------------------------------------------------------------------------------------
 
-    def _choose_victim(self, request: Request) -> Request:
-        """Whom to preempt for request, maybe itself: the first in the policy's order whose blocks come free."""
-        victims = self.waiting.victims(list(self.running.values()))
-        return next(victim for victim in victims if victim is request or self.kv.frees_a_block(victim))
+    def _order_victims(self, plan: StepPlan) -> Victims:
+        """Running requests in the order in which they give way."""
+        order = self.waiting.victims(list(self.running.values()))
+        return Victims(order, self.kv, self.residency.leaving, plan)
+
+    def _make_way(self, request: Request, num_tokens: int, victims: Victims, plan: StepPlan) -> bool:
+        """Preempt others for a request's first num_tokens tokens, or itself. Returns whether it still runs."""
+        chosen = victims.choose(request, self.residency.num_missing(request, num_tokens, plan))
+        for victim in chosen or [request]:
+            plan.drop(victim)
+            self._preempt(victim, plan)
+            self.stats.preemptions += 1
+        return bool(chosen)
 
     def _fail_outgrown(self, request: Request) -> None:
         self._finish(request, FinishReason.ERROR, error=outgrown_error(self.kv, request))

@@ -27,7 +27,7 @@ class StepPlan:
 
     Attributes:
         step_id: the step's.
-        rows: in the order they were added.
+        rows: in the order they were added. One that is dropped is gone when rows are claimed.
         copies: what blocks are to be copied before the rows write, in order: `kv.copies.orders`, and what others add.
         num_awaited: blocks, on their way to the host, that running requests wait for.
         budget: tokens that may still be added.
@@ -41,6 +41,7 @@ class StepPlan:
         self.budget = config.max_num_batched_tokens
         self._longest_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._awaited: dict[int, int] = {}  # arrival_seq -> blocks
+        self._row_of: dict[int, ScheduledRow] | None = None  # by arrival_seq; made when the first is dropped
         self._previous = previous
         self._kv = kv
 
@@ -53,6 +54,8 @@ class StepPlan:
         """Compute its next num_tokens tokens; its table has the blocks for them."""
         row = ScheduledRow(request, num_tokens)
         self.rows.append(row)
+        if self._row_of is not None:
+            self._row_of[request.arrival_seq] = row
         self.budget -= num_tokens
         return row
 
@@ -61,14 +64,26 @@ class StepPlan:
         self.num_awaited += num_blocks - self._awaited.get(request.arrival_seq, 0)
         self._awaited[request.arrival_seq] = num_blocks
 
+    def num_awaited_by(self, request: Request) -> int:
+        """Blocks that this request waits for."""
+        return self._awaited.get(request.arrival_seq, 0)
+
     def drop(self, request: Request) -> None:
         """Compute nothing of this request, which need not have a row; and it waits for no blocks."""
         self.num_awaited -= self._awaited.pop(request.arrival_seq, 0)
-        for index, row in enumerate(self.rows):
-            if row.request is request:
-                del self.rows[index]
-                self.budget += row.num_tokens
-                return
+        if self._row_of is None:
+            self._row_of = {row.request.arrival_seq: row for row in self.rows}
+        row = self._row_of.pop(request.arrival_seq, None)
+        if row is not None:
+            self.budget += row.num_tokens
+
+    def claim_all(self) -> None:
+        """Nobody's row will be dropped any more."""
+        if self._row_of is not None:
+            self.rows = list(self._row_of.values())
+            self._row_of = None
+        for row in self.rows:
+            self.claim(row)
 
     def claim(self, row: ScheduledRow) -> None:
         """The row is final: its tokens count as computed and its full blocks can be found, provisionally."""

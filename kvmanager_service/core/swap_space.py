@@ -23,7 +23,7 @@ was being sampled is dropped, and the one before it computed again, as after any
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
@@ -199,11 +199,15 @@ class SwapSpace:
         What a pin or another table holds, too, will not be free. If there will be room, it is noted that the request
         waits for them: whoever comes after it in this plan does not count on the same ones.
         """
-        needed = self._kv.num_new_blocks(request, num_tokens, self._leaving)
-        if needed > self._num_expected() + self._kv.pool.num_free_blocks - plan.num_awaited:
+        if self.num_missing(request, num_tokens, plan) > 0:
             return False
-        plan.wait(request, needed)
+        plan.wait(request, self._kv.num_new_blocks(request, num_tokens, self._leaving))
         return True
+
+    def num_missing(self, request: Request, num_tokens: int, plan: StepPlan) -> int:
+        """Blocks that will still be too few then for a running request's next tokens; below 1 when there are enough."""
+        needed = self._kv.num_new_blocks(request, num_tokens, self._leaving)
+        return needed + plan.num_awaited - self._num_expected() - self._kv.pool.num_free_blocks
 
     def _num_expected(self) -> int:
         """Blocks that come free once all that is under way is acknowledged; O(1) while nobody shares or unshares any.
@@ -217,6 +221,11 @@ class SwapSpace:
 
     def _count_coming_free(self) -> int:
         return sum(block.ref_cnt == count for block, count in self._leaving.items())
+
+    @property
+    def leaving(self) -> Mapping[KVCacheBlock, int]:
+        """References that are dropped once all that is under way is acknowledged, by block. It goes on changing."""
+        return self._leaving
 
     @property
     def has_leaving(self) -> bool:

@@ -278,15 +278,6 @@ def test_free_deepest_first_over_all_groups() -> None:
     assert free_ids(kv) == [7, 4, 6, 3, 2, 5, 1], "ends at 16, 16, 12, 8, 8, 4; 7 holds nothing"
 
 
-def test_frees_a_block_only_if_no_other_table_has_it() -> None:
-    kv = make_coordinator([SlidingWindow(4, 8)])
-    first = make_request("first", range(8))
-    compute(kv, first)
-    assert kv.frees_a_block(first)
-    kv.pool.touch(first.tables[0].blocks)
-    assert not kv.frees_a_block(first)
-
-
 def test_windows_table_takes_what_any_row_can_need_at_once_and_no_more_later() -> None:
     """Window 8, chunks of 8: a row touches 15 tokens, in 5 blocks at most, of 100 tokens' 25; aligned ones in 4."""
     kv = make_coordinator([SlidingWindow(4, 8)], longest_chunk=8)

@@ -260,15 +260,6 @@ def test_free_two_requests_evicts_the_one_freed_first() -> None:
     assert len(kv.get_computed_blocks(make_request("y", [*range(100, 108), 1]))) == 2
 
 
-def test_frees_a_block_all_blocks_shared_is_false() -> None:
-    kv = make_kv(block_size=4)
-    first = make_request("a", range(8))
-    compute(kv, first)
-    assert kv.frees_a_block(first)
-    compute(kv, make_request("b", range(9)))
-    assert not kv.frees_a_block(first)
-
-
 def test_distrust_with_table_unhashes_what_the_row_read_and_wrote() -> None:
     kv = make_kv(block_size=4)
     root = make_request("root", range(4), arrival_seq=1)

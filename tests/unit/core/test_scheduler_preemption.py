@@ -5,15 +5,18 @@ import dataclasses
 import pytest
 
 from kvmanager_service.core.errors import PoolExhaustedError
+from kvmanager_service.core.kv_groups import FullAttention
 from kvmanager_service.core.request import FinishReason, RequestStatus
 from kvmanager_service.core.scheduler import Scheduler
 from tests.unit.core.builders import (
     free_ids,
+    make_coordinator,
     make_kv,
     make_new,
     make_result,
     make_scheduler,
     outputs_of,
+    read_int32,
     rows_of,
     run_step,
 )
@@ -138,6 +141,24 @@ def test_schedule_victim_whose_blocks_are_all_shared_is_passed_over() -> None:
     assert waiting_ids(scheduler) == ["owner"]
     assert "no gain" in scheduler.running
     scheduler.check_integrity()
+
+
+def test_schedule_request_behind_which_too_few_blocks_come_free_yields_at_once() -> None:
+    """A request "grows" at a block's end in both groups; of "branch", alone behind it, one block comes free.
+
+    That is the second group's, of which "parent", which writes first, takes a copy. Both hold the first group's.
+    """
+    kv = make_coordinator([FullAttention(4), FullAttention(8)], num_blocks=8)
+    scheduler = make_scheduler(kv)
+    parent = scheduler.add_request(make_new("parent", 4, max_tokens=30))
+    scheduler.add_request(make_new("grows", 8, max_tokens=30))
+    run_step(scheduler)
+    new = make_new("branch", read_int32(parent.tokens(0, 5)), max_tokens=30)
+    scheduler.add_request(dataclasses.replace(new, fork_of="parent"))
+    assert list(scheduler.running) == ["parent", "grows", "branch"]
+    assert rows_of(run_step(scheduler)) == {"parent": (4, 1), "branch": (4, 1)}
+    assert waiting_ids(scheduler) == ["grows"]
+    assert scheduler.stats.preemptions == 1
 
 
 def test_schedule_lone_request_that_outgrows_the_pool_ends_with_an_error() -> None:
