@@ -1,10 +1,15 @@
 """Whether a preempted request is swapped out or computed again.
 
-Station: made by `Scheduler`, asked by `SwapSpace` for each victim, told by it what copies and prefill cost. It knows no
-block and no clock: times come with the results of steps.
+Station: made by `Scheduler`, asked by `SwapSpace` for each victim, told by it what copies and prefill cost, and what a
+victim that came back still found in the prefix cache. It knows no block and no clock: times come with the results of
+steps.
 
-    recompute   tokens that would be computed again × measured µs for a prefill token
-    swap        2 × blocks × measured µs for a copied block: out, and in again
+    recompute   tokens that nobody else holds × lost × measured µs for a prefill token
+    swap        blocks × (1 + lost) × measured µs for a copied block: all out, and in again what is lost
+
+`lost` is 1 until a victim has come back: as if the cache kept nothing. From then on it is the share of such tokens that
+victims did not find again, the newest counting most. Where the cache gives back nearly everything, recomputation costs
+next to nothing and copying out still costs all; where it gives back nothing, a block goes out and in.
 
 Before a copy was measured there is nothing to compare. So under `auto` the first victim is a probe, and so is one of
 every PROBE_EVERY that the comparison leaves to recomputation: what was slow at first need not stay so.
@@ -37,13 +42,19 @@ class SwapPolicy:
     def __init__(self, mode: str) -> None:
         assert mode != RECOMPUTE
         self._always = mode == "swap"
-        self._copy = _Rate()
-        self._prefill = _Rate()
+        self._copy = _Average()  # µs per block
+        self._prefill = _Average()  # µs per token
+        self._found = _Average()  # tokens found again per token that was there
         self._lost = 0
         self._refusals = 0 if self._always else PROBE_EVERY - 1
 
     def prefers_swap(self, num_tokens: int, num_blocks: int) -> bool:
-        """Whether to swap out a victim that would compute num_tokens tokens again, or have num_blocks blocks copied."""
+        """Whether to swap out a victim, rather than have it compute again what the prefix cache will have lost.
+
+        Args:
+            num_tokens: tokens that it has computed, those left out that others hold, too.
+            num_blocks: blocks that would be copied out.
+        """
         if self._lost < MAX_LOST_COPIES and (self._always or self._is_cheaper(num_tokens, num_blocks)):
             return True
         self._refusals += 1
@@ -55,7 +66,12 @@ class SwapPolicy:
     def _is_cheaper(self, num_tokens: int, num_blocks: int) -> bool:
         if not (self._copy.is_known and self._prefill.is_known):
             return False
-        return 2 * num_blocks * self._copy.us_per_unit < num_tokens * self._prefill.us_per_unit
+        lost = 1.0 - self._found.per_unit if self._found.is_known else 1.0
+        return num_blocks * (1.0 + lost) * self._copy.per_unit < num_tokens * lost * self._prefill.per_unit
+
+    def came_back(self, num_tokens: int, num_found: int) -> None:
+        """A victim was admitted again, swapped out or not: the prefix cache had num_found of its num_tokens tokens."""
+        self._found.add(num_found, num_tokens)
 
     def acknowledged(self, step: Step, result: StepResult) -> None:
         """A step came back: learn from its times.
@@ -77,13 +93,13 @@ class SwapPolicy:
         self._lost += bool(step.copies)
 
 
-class _Rate:
-    """Time per unit, the newest measurements counting most and large ones more than small ones."""
+class _Average:
+    """An amount per unit, the newest measurements counting most and large ones more than small ones."""
 
-    __slots__ = ("_units", "_us")
+    __slots__ = ("_amount", "_units")
 
     def __init__(self) -> None:
-        self._us = 0.0
+        self._amount = 0.0
         self._units = 0.0
 
     @property
@@ -92,13 +108,13 @@ class _Rate:
         return self._units > 0.0
 
     @property
-    def us_per_unit(self) -> float:
-        """Microseconds; only where known."""
-        return self._us / self._units
+    def per_unit(self) -> float:
+        """The average; only where known."""
+        return self._amount / self._units
 
-    def add(self, us: int, units: int) -> None:
-        """So many units took so long."""
-        self._us = self._us * _DECAY + us
+    def add(self, amount: int, units: int) -> None:
+        """So many units took, or brought, so much."""
+        self._amount = self._amount * _DECAY + amount
         self._units = self._units * _DECAY + units
 
 

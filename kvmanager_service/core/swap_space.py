@@ -105,6 +105,30 @@ class HostCopy:
         )
 
 
+class _Victim:
+    """What a request had computed when it gave way, for what the prefix cache still has when it comes back.
+
+    Args:
+        request: whose.
+        num_tokens: known tokens that were computed.
+        num_shared: those of its prefix that others held, too: that they are found says nothing.
+    """
+
+    __slots__ = ("_num_shared", "_num_tokens", "request")
+
+    def __init__(self, request: Request, num_tokens: int, num_shared: int) -> None:
+        self.request = request
+        self._num_tokens = num_tokens
+        self._num_shared = num_shared
+
+    def came_back(self, policy: SwapPolicy) -> None:
+        """It was admitted, and nothing was ordered for it yet."""
+        num_tokens = self._num_tokens - self._num_shared
+        if num_tokens > 0:
+            num_found = min(self.request.num_computed_tokens - self._num_shared, num_tokens)
+            policy.came_back(num_tokens, max(0, num_found))
+
+
 class SwapSpace:
     """The host pool of one cache.
 
@@ -127,6 +151,7 @@ class SwapSpace:
         self._free_host_ids = list(range(num_host_blocks - 1, -1, -1))
         self._copies: dict[int, HostCopy] = {}
         self._under_way: dict[int, list[HostCopy]] = {}
+        self._victims: dict[int, _Victim] = {}  # by arrival_seq, until they come back
         self._leaving: dict[KVCacheBlock, int] = {}  # references that are dropped once all under way is acknowledged
         self._num_coming_free = 0  # blocks with no others; as of the pool's num_shared_changes below
         self._counted_at = kv.pool.num_shared_changes
@@ -161,11 +186,13 @@ class SwapSpace:
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         if plan is None or num_tokens <= 0:
             return
+        num_shared = self._kv.num_shared_tokens(request)
+        self._victims[request.arrival_seq] = _Victim(request, num_tokens, num_shared)
         entries = self._kv.entries(num_tokens)
         num_blocks = len(entries)
         if not 0 < num_blocks <= len(self._free_host_ids):
             return
-        if not self._policy.prefers_swap(num_tokens - self._kv.num_shared_tokens(request), num_blocks):
+        if not self._policy.prefers_swap(num_tokens - num_shared, num_blocks):
             return
         root = request.contents[0] if request.contents else None
         newest_prefix = request.contents[-1] if request.tables and request.contents else None
@@ -241,6 +268,9 @@ class SwapSpace:
 
     def bring_back(self, request: Request, plan: StepPlan) -> None:
         """A request was admitted, with the prefix hits there are: order copies of what else the host holds of it."""
+        victim = self._victims.pop(request.arrival_seq, None)
+        if victim is not None:
+            victim.came_back(self._policy)
         copy = self._copies.get(request.arrival_seq)
         if copy is None:
             return
@@ -273,7 +303,11 @@ class SwapSpace:
                 self._free_host_ids += copy.host_ids
 
     def lose(self, lost: Iterable[Step]) -> None:
-        """Outstanding steps were lost: what they were to copy out is void, what they were to copy in is held."""
+        """Outstanding steps were lost: what they were to copy out is void, what they were to copy in is held.
+
+        What victims find from now on says nothing of the cache's size.
+        """
+        self._victims.clear()
         first = next(iter(lost), None)
         if first is not None:
             self._policy.lost(first)
@@ -314,6 +348,7 @@ class SwapSpace:
         Device blocks that are being copied are free at once, for nobody reads the copy. Host blocks are not: a later
         copy to them must not overtake the one that is out.
         """
+        self._victims.pop(request.arrival_seq, None)
         copy = self._copies.pop(request.arrival_seq, None)
         if copy is None:
             return
@@ -324,7 +359,8 @@ class SwapSpace:
             self._free_host_ids += copy.host_ids
 
     def forget_all(self) -> None:
-        """Forget every copy."""
+        """Forget every copy; the cache is forgotten, too."""
+        self._victims.clear()
         for copy in list(self._copies.values()):
             self.forget(copy.request)
 
@@ -368,6 +404,8 @@ class SwapSpace:
         for copy in self._copies.values():
             is_out = any(copy in copies for copies in self._under_way.values())
             assert not copy.step_id or is_out, f"{copy!r} waits for a step that is not out"
+        for victim in self._victims.values():
+            assert victim.request.status is RequestStatus.PREEMPTED, f"{victim.request!r} is thought to come back"
 
     def _check_copy(self, copy: HostCopy) -> None:
         request = copy.request

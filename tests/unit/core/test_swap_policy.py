@@ -49,6 +49,80 @@ def test_prefers_swap_auto_compares_two_copies_of_a_block_with_its_tokens(copy_u
     assert policy.prefers_swap(160, 10) is expected
 
 
+def make_informed(copy_ms: float, prefill_ms: float, num_tokens: int = 2_500, num_blocks: int = 157) -> SwapPolicy:
+    """One that has seen so many tokens computed, and their blocks copied one way, in so long."""
+    policy = SwapPolicy("auto")
+    spend_probe(policy)
+    learn(policy, make_step(num_tokens, 1), compute_us=round(1_000 * prefill_ms))
+    copy_us = round(1_000 * copy_ms)
+    learn(policy, make_step(copies=[OUT] * num_blocks), compute_us=copy_us, copy_us=copy_us)
+    return policy
+
+
+PCIE_GEN5_MS = 40.0
+"""2.5 GB at 64 GB/s: 2,500 tokens of a 70-billion-parameter Llama, one way."""
+
+NVLINK_C2C_MS = PCIE_GEN5_MS * 64 / 900
+"""The same on Grace Hopper, at 900 GB/s."""
+
+
+@pytest.mark.parametrize("prefill_ms", [100.0, 150.0])
+@pytest.mark.parametrize(
+    ("copy_ms", "num_found", "expected"),
+    [
+        pytest.param(PCIE_GEN5_MS, 0, True, id="no hits: 80 ms of copies against 100 to 150 of prefill"),
+        pytest.param(PCIE_GEN5_MS, 2_000, False, id="most is hit: 48 ms of copies against 20 to 30"),
+        pytest.param(NVLINK_C2C_MS, 0, True, id="GH200, no hits: 6 ms against 100 to 150"),
+        pytest.param(NVLINK_C2C_MS, 2_000, True, id="GH200, most is hit: 3.4 ms against 20 to 30"),
+    ],
+)
+def test_prefers_swap_seed_self_check_4_why_recompute_and_where_swap_pays(
+    prefill_ms: float, copy_ms: float, num_found: int, expected: bool
+) -> None:
+    """The seed document's self-check 4, chapter 3: 2,500 tokens, in 157 blocks of 16.
+
+    Copying out and in takes 40 + 40 ms on an H100's PCIe, computing again 100 to 150 ms: not far apart. What decides
+    for recomputation is the prefix cache; what decides for swap is a fast link (GH200), or a cache without hits.
+    """
+    policy = make_informed(copy_ms, prefill_ms)
+    policy.came_back(2_500, num_found)
+    assert policy.prefers_swap(2_500, 157) is expected
+
+
+def test_prefers_swap_auto_cache_returns_nearly_everything_recomputes_though_copies_are_cheap() -> None:
+    """Copying is 20 times as fast as computing all of it again; but 98 % need not be computed again."""
+    policy = make_informed(copy_ms=5.0, prefill_ms=200.0)
+    assert policy.prefers_swap(2_500, 157), "nothing is known of the cache yet"
+    policy.came_back(2_500, 2_450)
+    assert not policy.prefers_swap(2_500, 157)
+
+
+def test_prefers_swap_auto_cache_returns_nothing_is_as_if_nothing_were_known() -> None:
+    for copy_ms, expected in ((49.0, True), (51.0, False)):
+        policy = make_informed(copy_ms, prefill_ms=100.0)
+        assert policy.prefers_swap(2_500, 157) is expected
+        policy.came_back(2_500, 0)
+        assert policy.prefers_swap(2_500, 157) is expected
+
+
+@pytest.mark.parametrize(("num_found", "expected"), [(830, True), (836, False)])
+def test_prefers_swap_auto_hits_save_prefill_and_the_copy_back(num_found: int, expected: bool) -> None:
+    """40 ms a copy, 100 ms of prefill: with a share f found, 40 × (2 - f) = 100 × (1 - f) at a third."""
+    policy = make_informed(copy_ms=40.0, prefill_ms=100.0)
+    policy.came_back(2_500, num_found)
+    assert policy.prefers_swap(2_500, 157) is expected
+
+
+def test_came_back_the_newest_victims_count_most_and_long_ones_more() -> None:
+    policy = make_informed(copy_ms=5.0, prefill_ms=200.0)
+    policy.came_back(2_500, 2_500)
+    policy.came_back(16, 0)
+    assert not policy.prefers_swap(2_500, 157), "a short one that found nothing"
+    for _ in range(40):
+        policy.came_back(2_500, 0)
+    assert policy.prefers_swap(2_500, 157), "the cache has become too small"
+
+
 def test_prefers_swap_auto_only_one_side_measured_is_recomputation() -> None:
     for step, compute_us, copy_us in ((make_step(64, 1), 64, 0), (make_step(copies=[OUT]), 1, 1)):
         policy = SwapPolicy("auto")

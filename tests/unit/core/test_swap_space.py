@@ -548,3 +548,29 @@ def test_schedule_lone_request_that_outgrows_the_pool_ends_though_others_are_swa
             break
     assert ends == {"a": FinishReason.ERROR, "c": FinishReason.ERROR}, "both want 30 tokens more, and 12 fit"
     assert scheduler.stats.swapped_in == 1
+
+
+def run_timed(scheduler: Scheduler) -> None:
+    """A step that takes 100 µs for a token and 50 µs for a copied block."""
+    step = schedule(scheduler)
+    copy_us = 50 * len(step.copies)
+    acknowledge(scheduler, step, compute_us=100 * step.num_tokens + copy_us, copy_us=copy_us)
+
+
+@pytest.mark.parametrize("is_evicted", [False, True], ids=["found again", "evicted meanwhile"])
+def test_leave_auto_learns_from_what_victims_found_again(is_evicted: bool) -> None:
+    """Computing the victim's 30 tokens again takes 3 ms, copying its 8 blocks out and in 0.8 ms: without hits."""
+    scheduler = make_swapping(num_blocks=13, preemption_mode="auto", policy="priority")
+    scheduler.add_request(make_new("grows", 16, max_tokens=3))
+    victim = scheduler.add_request(make_new("victim", 30, max_tokens=60, priority=9))
+    run_timed(scheduler)
+    if is_evicted:
+        scheduler.add_request(make_new("evicts all", 47, max_tokens=1, priority=1))
+    while victim.num_preemptions == 0 or victim.request_id not in scheduler.running:
+        run_timed(scheduler)
+    assert scheduler.stats.swapped_out == 1, "a probe"
+    assert bool(scheduler.kv.pool.num_evictions) is is_evicted
+    scheduler.add_request(make_new("grows, too", 16, max_tokens=3))
+    while victim.num_preemptions == 1:
+        run_timed(scheduler)
+    assert scheduler.stats.swapped_out == (2 if is_evicted else 1)
