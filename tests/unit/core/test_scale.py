@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -14,7 +14,9 @@ from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import Request
 from kvmanager_service.core.request_queue import FCFSQueue
-from tests.unit.core.builders import make_kv, make_new, make_request, make_scheduler
+from kvmanager_service.core.step import ScheduledRow
+from kvmanager_service.core.step_plan import StepPlan
+from tests.unit.core.builders import make_kv, make_new, make_request, make_scheduler, run_step
 
 NUM_BLOCKS = 2000
 BLOCK_SIZE = 16
@@ -142,3 +144,53 @@ def test_schedule_ten_thousand_waiting_looks_at_the_head_only(monkeypatch: pytes
     assert step is not None
     assert len(step.rows) == 2
     assert len(looked_at) == 3
+
+
+class RowsLookedAt(list[ScheduledRow]):
+    """A plan's rows, that counts how many were walked over."""
+
+    walked = 0
+
+    def __iter__(self) -> Iterator[ScheduledRow]:
+        for row in super().__iter__():
+            type(self).walked += 1
+            yield row
+
+
+@pytest.mark.patches_core
+@pytest.mark.parametrize("num_running", [64, 256])
+def test_schedule_many_victims_in_one_step_takes_one_order_and_looks_at_each_once(
+    num_running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them are at a block's end, no block is free: the second half gives way, one for each of the first half."""
+    orders: list[int] = []
+    tables: list[Request] = []
+    rows = type("Rows", (RowsLookedAt,), {"walked": 0})
+    original_victims, original_tables, original_init = FCFSQueue.victims, KVCacheManager.tables, StepPlan.__init__
+
+    def victims(self: FCFSQueue, running: Sequence[Request]) -> Iterator[Request]:
+        orders.append(len(running))
+        return original_victims(self, running)
+
+    def tables_of(self: KVCacheManager, request: Request) -> list[list[KVCacheBlock]]:
+        tables.append(request)
+        return original_tables(self, request)
+
+    def init(self: StepPlan, *arguments: object) -> None:
+        original_init(self, *arguments)  # type: ignore[arg-type]
+        self.rows = rows()
+
+    scheduler = make_scheduler(make_kv(num_running + 1, 4), max_num_seqs=num_running)
+    for index in range(num_running):
+        scheduler.add_request(make_new(f"r{index}", [index] * 4, max_tokens=20))
+    run_step(scheduler)
+    assert scheduler.kv.pool.num_free_blocks == 0
+    monkeypatch.setattr(FCFSQueue, "victims", victims)
+    monkeypatch.setattr(KVCacheManager, "tables", tables_of)
+    monkeypatch.setattr(StepPlan, "__init__", init)
+    step = scheduler.schedule()
+    assert step is not None
+    assert len(step.rows) == scheduler.stats.preemptions == num_running // 2
+    assert orders == [num_running]
+    assert len(tables) == len(set(map(id, tables))) == num_running // 2
+    assert rows.walked <= 3 * num_running, "to find them by request, to claim them, to send them: not for each victim"
