@@ -241,6 +241,28 @@ def blocked_head(rounds: int, num_blocks: int) -> list[Figure]:
     return [(f"schedule, head blocked, {num_blocks:,} blocks cached", "us", figures)]
 
 
+def giving_way(rounds: int, rows: int) -> list[Figure]:
+    """schedule() with rows decoding, all at their block's end and none free: half of them give way for the others."""
+    rng = random.Random(0)
+    config = SchedulerConfig(
+        max_num_batched_tokens=rows * BLOCK_SIZE, max_num_seqs=rows, max_waiting=rows, watermark=0.0
+    )
+    figures = []
+    for _ in range(rounds):
+        scheduler = Scheduler(config, KVCacheManager(1 + rows, BLOCK_SIZE))
+        for index in range(rows):
+            scheduler.add_request(new_request(f"r{index}", BLOCK_SIZE, 1 << 20, rng))
+        step = scheduler.schedule()
+        assert step is not None
+        scheduler.update(result_of(step))
+        gc.collect()
+        start = clock()
+        scheduler.schedule()
+        figures.append((clock() - start) / (rows // 2) * 1e6)
+        assert scheduler.stats.preemptions == rows // 2
+    return [(f"schedule, {rows // 2} of {rows} give way, per victim", "us", figures)]
+
+
 def main() -> None:
     """Run all and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -251,6 +273,8 @@ def main() -> None:
     figures = block_operations(arguments.rounds) + hashing(arguments.rounds) + admission(arguments.rounds)
     figures += allocation(arguments.rounds)
     figures += blocked_head(arguments.rounds, 2048)
+    for rows in (256, 1024):
+        figures += giving_way(arguments.rounds, rows)
     for rows in (16, 64, 256, 1024):
         figures += decoding(arguments.rounds, rows)
     for num_sliding in (1, 6):
