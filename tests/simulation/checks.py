@@ -13,6 +13,7 @@ from kvmanager_service.core.priority_policy import PriorityPolicy
 from kvmanager_service.core.request import TOKEN_BYTES, FinishReason, Request
 from kvmanager_service.core.retention import MAX_DURATION
 from kvmanager_service.core.suspects import MAX_FAILED_STEPS
+from tests.simulation.admission_order import AdmissionOrder
 from tests.simulation.conditions import Conditions
 from tests.simulation.deeds import Deeds
 from tests.simulation.fairness import Fairness
@@ -36,11 +37,14 @@ class Checks:
         self._windows = conditions.life.windows
         queue = deeds.world.scheduler.waiting
         self._fairness = Fairness(queue, deeds) if isinstance(queue, FairQueue) else None
+        self._order = AdmissionOrder(deeds.world.scheduler)
+        deeds.world.watch = self._order.check
 
     def check(self) -> None:
         """After a deed. Raises AssertionError."""
         scheduler = self._world.scheduler
         scheduler.check_integrity()
+        self._order.check()
         for request in scheduler.running.values():
             self._check_contents(request)
         self._check_pins()

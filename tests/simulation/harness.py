@@ -175,6 +175,7 @@ class World:
     Attributes:
         kv_epoch: of the cache that the books are about.
         former_epoch: of the one before, 0 before the executor was replaced.
+        watch: called after every call of the scheduler, by one who wants to see what a single one has done.
     """
 
     def __init__(
@@ -200,6 +201,7 @@ class World:
         self.make_kv = make_kv
         self.scheduler = Scheduler(self.config, make_kv(num_blocks, block_size), num_host_blocks)
         self.produced: dict[str, Produced] = {}
+        self.watch: Callable[[], None] = lambda: None
 
     def _make_executor(self) -> SimExecutor:
         executor = SimExecutor(self.num_blocks, self.block_size, self.config, self.num_host_blocks, self.windows)
@@ -210,6 +212,7 @@ class World:
         """Schedule and send as many steps as may be out. Returns whether any was."""
         sent = False
         while (step := self.scheduler.schedule()) is not None:
+            self.watch()
             sizes = table_sizes(self.scheduler.kv)
             self.executor.send(build_execute_request(step, self.kv_epoch, self.block_size, sizes))
             sent = True

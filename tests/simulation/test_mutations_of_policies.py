@@ -22,6 +22,7 @@ from kvmanager_service.core.group_swaps import GroupSwaps
 from kvmanager_service.core.pinned_prefixes import PinnedPrefixes
 from kvmanager_service.core.priority_policy import PriorityPolicy
 from kvmanager_service.core.request import TOKEN_BYTES, NewBranch, NewRequest, Request, SamplingParams
+from kvmanager_service.core.request_queue import FCFSQueue, PriorityQueue
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import ScheduledRow, StepResult
@@ -85,6 +86,54 @@ def counters_grow_and_the_heap_does_not_hear(patch: pytest.MonkeyPatch) -> None:
 
 def whoever_was_away_has_credit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FairQueue, "_floor", lambda self: 0.0)
+
+
+def newest_first_is_admitted(patch: pytest.MonkeyPatch) -> None:
+    """All come to their ends none the less: arrivals are finite."""
+
+    def peek(self: FCFSQueue) -> Request:
+        return max(self._requests.values(), key=lambda request: request.arrival_seq)
+
+    patch.setattr(FCFSQueue, "peek", peek)
+
+
+def preempted_goes_to_the_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FCFSQueue, "requeue", FCFSQueue.add)
+
+
+def newest_of_a_tenant_first_is_admitted(patch: pytest.MonkeyPatch) -> None:
+    """The tenant is the one whose turn it is."""
+
+    def peek(self: FairQueue) -> Request:
+        account = self._lowest()
+        assert account is not None
+        return max(account.waiting.values(), key=lambda request: request.arrival_seq)
+
+    patch.setattr(FairQueue, "peek", peek)
+
+
+def preempted_goes_behind_its_tenants_others(patch: pytest.MonkeyPatch) -> None:
+    original = FairQueue.requeue
+
+    def requeue(self: FairQueue, request: Request) -> None:
+        original(self, request)
+        self._accounts[request.tenant].waiting.move_to_end(request.request_id)
+
+    patch.setattr(FairQueue, "requeue", requeue)
+
+
+def newest_of_a_priority_first_is_admitted(patch: pytest.MonkeyPatch) -> None:
+    def peek(self: PriorityQueue) -> Request:
+        return min(self._requests.values(), key=lambda request: (request.priority, -request.arrival_seq))
+
+    patch.setattr(PriorityQueue, "peek", peek)
+
+
+def priorities_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    def peek(self: PriorityQueue) -> Request:
+        return min(self._requests.values(), key=lambda request: request.arrival_seq)
+
+    patch.setattr(PriorityQueue, "peek", peek)
 
 
 def resumed_output_may_come_once_more(patch: pytest.MonkeyPatch) -> None:
@@ -190,6 +239,22 @@ def fair(seed: int) -> Life:
     return Life(seed, policy="fair")
 
 
+def fcfs(seed: int) -> Life:
+    return Life(seed, policy="fcfs")
+
+
+def crowded_fcfs(seed: int) -> Life:
+    return Life(seed, policy="fcfs", crowded=True)
+
+
+def crowded_fair(seed: int) -> Life:
+    return Life(seed, policy="fair", crowded=True)
+
+
+def priority(seed: int) -> Life:
+    return Life(seed, policy="priority")
+
+
 def of(model: str, num_requests: int | None = None) -> Lives:
     return lambda seed: Life(seed, windows=MODELS[model], num_requests=num_requests)
 
@@ -206,6 +271,12 @@ MUTATIONS: Sequence[tuple[Mutation, Lives, int]] = [
     (output_is_free, fair, 1),
     (counters_grow_and_the_heap_does_not_hear, fair, 1),
     (whoever_was_away_has_credit, fair, 1),
+    (newest_first_is_admitted, fcfs, 1),
+    (preempted_goes_to_the_back, crowded_fcfs, 1),
+    (newest_of_a_tenant_first_is_admitted, fair, 1),
+    (preempted_goes_behind_its_tenants_others, crowded_fair, 1),
+    (newest_of_a_priority_first_is_admitted, priority, 1),
+    (priorities_are_ignored, priority, 1),
     (resumed_output_may_come_once_more, plain, 1),
     (successor_with_other_keys_is_followed, plain, 31),
     (tails_of_one_group_only_are_copied, of("two full"), 3),
