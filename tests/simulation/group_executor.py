@@ -156,7 +156,9 @@ class GroupExecutor:
             for other in range(first_read(group, position), position):
                 block_id = table[other // size]
                 assert block_id, f"position {position} reads {other} from the null block"
-                read.append(self.slots[block_id, other % size])
+                slot = block_id, other % size
+                assert slot in self.slots, f"position {position} reads {other}, which nobody has written"
+                read.append(self.slots[slot])
             block_id = table[position // size]
             assert block_id, f"position {position} is written to the null block"
             written = digest(place(token), place(position), *read)
@@ -170,6 +172,7 @@ class GroupExecutor:
         if row.start:
             block_id = table[(row.start - 1) // size]
             assert block_id, f"position {row.start} starts from the null block"
+            assert block_id in before, f"position {row.start} starts from a state that nobody has left"
             state = before[block_id]
         for position, token in enumerate(tokens, row.start):
             state = digest(place(token), state)

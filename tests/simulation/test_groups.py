@@ -77,16 +77,19 @@ def hit_needs_its_last_block_only(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVGroup, "longest_hit", longest_hit)
 
 
+class HasAll:
+    """A lookup that finds whatever it is asked for."""
+
+    def block(self, index: int) -> object:
+        return self
+
+
 def groups_do_not_agree(patch: pytest.MonkeyPatch) -> None:
     """The last group's word is taken, and what the others lack is null."""
     original = GroupHits.longest
 
     def longest(self: GroupHits, request: object, lookups: list[object]) -> int:
-        groups, self._groups = self._groups, self._groups[-1:]
-        try:
-            return original(self, request, lookups[-1:])  # type: ignore[arg-type]
-        finally:
-            self._groups = groups
+        return original(self, request, [HasAll() for _ in lookups[:-1]] + lookups[-1:])  # type: ignore[arg-type]
 
     patch.setattr(GroupHits, "longest", longest)
 
@@ -137,7 +140,7 @@ MUTATIONS: list[tuple[Mutation, str]] = [
 @pytest.mark.parametrize(("mutation", "model"), MUTATIONS)
 def test_groups_mutation_is_noticed(mutation: Mutation, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutation(monkeypatch)
-    with pytest.raises((AssertionError, KeyError, ValueError, IndexError)):
+    with pytest.raises(AssertionError):
         _live_often(model)
 
 

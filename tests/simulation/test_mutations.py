@@ -151,6 +151,16 @@ def provisional_blocks_survive_lost_steps(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockPool, "forget_provisional", forget_provisional)
 
 
+def blocks_are_committed_when_scheduled(patch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the answer: what a step is to fill counts as filled."""
+    original = KVCacheManager.cache_blocks
+
+    def cache_blocks(self: KVCacheManager, request: Request, provisional_step: int) -> None:
+        original(self, request, 0)
+
+    patch.setattr(KVCacheManager, "cache_blocks", cache_blocks)
+
+
 def failed_rows_are_trusted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_distrust", lambda self, row, step: None)
 
@@ -197,9 +207,9 @@ def results_of_former_executors_are_believed(patch: pytest.MonkeyPatch) -> None:
 def preempted_request_keeps_its_tokens_on_the_way(patch: pytest.MonkeyPatch) -> None:
     original = Scheduler._preempt
 
-    def preempt(self: Scheduler, request: Request) -> None:
+    def preempt(self: Scheduler, request: Request, plan: StepPlan | None = None) -> None:
         pending = request.num_pending_tokens
-        original(self, request)
+        original(self, request, plan)
         request.num_pending_tokens = pending
 
     patch.setattr(Scheduler, "_preempt", preempt)
@@ -504,6 +514,7 @@ MUTATIONS: list[tuple[Mutation, bool | None]] = [
     (whatever_followed_last_is_believed, ANY_HASH),
     (salt_is_not_compared, ONE_BYTE),
     (provisional_blocks_survive_lost_steps, ANY_HASH),
+    (blocks_are_committed_when_scheduled, ANY_HASH),
     (failed_rows_are_trusted, ANY_HASH),
     (fed_by_another_sample, ANY_HASH),
     (old_incarnations_are_believed, ANY_HASH),
@@ -546,11 +557,12 @@ SWAP_MUTATIONS: list[Mutation] = [
 NOTICED_BY: dict[Mutation, int] = {
     old_incarnations_are_believed: 36,
     failed_rows_are_trusted: 14,
-    victims_row_stays_in_the_step: 23,
+    victims_row_stays_in_the_step: 141,
     lost_copies_are_held: 8,
     places_of_branches_are_not_kept: 11,
     pins_keep_what_a_failed_row_put_in_doubt: 10,
-    swapped_request_has_computed_one_token_more: 36,
+    swapped_request_has_computed_one_token_more: 17,
+    blocks_are_committed_when_scheduled: 3,
     host_memory_outlives_its_executor: 19,
 }
 """Where seeds before it live on, and long, the first that notices; a seed that no longer does is followed by others."""
