@@ -29,6 +29,18 @@ Operation = tuple[str, tuple[Any, ...]]
 MAX_TURNS_WITHOUT_PROGRESS = 500
 
 
+class LifeFailedError(AssertionError):
+    """Something is wrong in a life. What that is stands in its message, and is its cause.
+
+    Attributes:
+        chaos: the life, as far as it was lived.
+    """
+
+    def __init__(self, chaos: Chaos, error: Exception) -> None:
+        super().__init__(f"seed {chaos.life.seed}: {type(error).__name__}: {error}\nagain: {chaos.life.command}")
+        self.chaos = chaos
+
+
 class Chaos:
     """A world, its requests and its faults, all drawn from one seed.
 
@@ -69,12 +81,11 @@ class Chaos:
     # --- life -----------------------------------------------------------------------------------------------------
 
     def run(self) -> Counts:
-        """Live until every request has ended. Raises AssertionError, which says how to live again, or nothing."""
+        """Live until every request has ended. Raises LifeFailedError, which says how to live again, or nothing."""
         try:
             self._run()
         except Exception as error:
-            message = f"seed {self.life.seed}: {type(error).__name__}: {error}\nagain: {self.life.command}"
-            raise AssertionError(message) from error
+            raise LifeFailedError(self, error) from error
         return self.counts
 
     def replay(self, operations: Iterable[Operation]) -> None:

@@ -8,7 +8,7 @@ it. With OPTIONS (`--help` lists them) it is of what they say. Whatever fails in
 the command that lives it again.
 
 A failure ends it with 1, and prints that command, what was wrong, and a shortest schedule that fails, which
-`chaos_of(life).replay` takes as it is printed.
+`chaos_of(life).replay` takes as it is printed. A test that fails prints the same (`conftest`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import logging
 import random
 import sys
 import time
+from math import inf
 
 import structlog
 
-from tests.simulation.chaos import Chaos, Operation
+from tests.simulation.chaos import Chaos, LifeFailedError, Operation
 from tests.simulation.followed import FollowedChaos
 from tests.simulation.life import Life, add_options, given_life
 from tests.simulation.shrink import shrink
@@ -41,22 +42,28 @@ def failure_of(life: Life, operations: list[Operation]) -> Exception | None:
     return None
 
 
-def shortest_schedule(life: Life, operations: list[Operation]) -> list[Operation]:
+def shortest_schedule(life: Life, operations: list[Operation], seconds: float = inf) -> list[Operation]:
     """The part of a failing life's operations that its failure, or another one, needs.
+
+    Args:
+        life: that failed.
+        operations: what it noted.
+        seconds: after which nothing more is taken away, though it could be.
 
     Returns:
         All of them, when they do not fail again in a replay.
     """
+    end = time.monotonic() + seconds
 
     def fails(part: list[Operation]) -> bool:
-        return failure_of(life, part) is not None
+        return time.monotonic() < end and failure_of(life, part) is not None
 
     return shrink(operations, fails) if fails(operations) else operations
 
 
-def report(chaos: Chaos, error: AssertionError) -> str:
-    """Everything one needs to see the failure again."""
-    schedule = shortest_schedule(chaos.life, chaos.operations)
+def report(chaos: Chaos, error: AssertionError, seconds: float = inf) -> str:
+    """Everything one needs to see the failure again, in a schedule as short as so many seconds allow."""
+    schedule = shortest_schedule(chaos.life, chaos.operations, seconds)
     again, first = failure_of(chaos.life, schedule), chaos.conditions
     lines = [
         f"{error}",
@@ -80,7 +87,7 @@ def main() -> int:
         chaos = chaos_of(given_life(seed, arguments))
         try:
             chaos.run()
-        except AssertionError as error:
+        except LifeFailedError as error:
             print(report(chaos, error))
             return 1
         seed += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from tests.simulation import simulate
 from tests.simulation.broken import Mutation
-from tests.simulation.chaos import Chaos
+from tests.simulation.chaos import Chaos, LifeFailedError
 from tests.simulation.life import MODELS, Life, add_options, given_life
 from tests.simulation.shrink import shrink
 from tests.simulation.simulate import chaos_of, failure_of, shortest_schedule
@@ -160,6 +161,51 @@ def test_simulate_command_that_a_failure_names_finds_and_shrinks_it(
     assert f"{told}\nagain: {command}\n{life}: block_size" in printed
     assert "operations still fail" in printed
     assert "('add', ('r" in printed
+
+
+BREAK_THE_CORE = """
+import pytest
+from tests.simulation.test_mutations import freed_blocks_keep_a_reference
+
+def pytest_configure():
+    freed_blocks_keep_a_reference(pytest.MonkeyPatch())
+"""
+
+
+@pytest.mark.patches_core
+def test_simulation_test_that_fails_prints_its_shortest_schedule(tmp_path: Path) -> None:
+    """What CI prints of a life of its own, when the core is broken."""
+    (tmp_path / "broken_core.py").write_text(BREAK_THE_CORE)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    life = "test_simulation_random_faults_every_output_is_the_oracles[4]"
+    options = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "broken_core"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KVPLANE_SIMULATION_")}
+    done = subprocess.run(
+        [*options, f"tests/simulation/test_faults.py::{life}"],
+        cwd=ROOT,
+        env=env | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    _, section = done.stdout.split(" shortest schedule ")
+    assert re.search(r"^again: make simulate SECONDS=0 SEED=4 ", section, re.MULTILINE), section
+    told = re.search(r"^(\d+) of (\d+) operations still fail: .*\n((?:    \('.*\),\n)*)", section, re.MULTILINE)
+    assert told is not None, section
+    assert told[3].count("\n") == int(told[1]) <= 2
+    assert "    ('add', ('r" in told[3]
+
+
+@pytest.mark.patches_core
+def test_shortest_schedule_no_time_leaves_all_that_was_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed_blocks_keep_a_reference(monkeypatch)
+    chaos = Chaos(Life(4))
+    with pytest.raises(LifeFailedError) as caught:
+        chaos.run()
+    assert caught.value.chaos is chaos
+    assert shortest_schedule(chaos.life, chaos.operations, 0.0) == chaos.operations
+    assert len(shortest_schedule(chaos.life, chaos.operations)) < len(chaos.operations)
 
 
 def test_simulate_sound_core_says_which_seeds_it_ran() -> None:
