@@ -10,8 +10,9 @@ import pytest
 
 from executor_service.errors import ExecutorError
 from kvmanager_service.core.errors import BadResultError
-from tests.simulation.chaos import Chaos
+from tests.simulation.chaos import LifeFailedError
 from tests.simulation.life import Life
+from tests.simulation.simulate import chaos_of
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 """Breaks the core until the test is over."""
@@ -38,8 +39,8 @@ def require_notice(lives: Iterable[Life]) -> None:
     num_lives = 0
     for num_lives, life in enumerate(lives, start=1):  # noqa: B007 - told when none of them notices
         try:
-            Chaos(life).run()
-        except AssertionError as error:
+            chaos_of(life).run()
+        except LifeFailedError as error:
             found = error.__cause__
             if isinstance(found, STALE):
                 raise found from error
