@@ -1,7 +1,7 @@
 """Python's own heap, and the block pools on it: what the garbage collector is kept from.
 
-Station: called by `sequence_pools`, and by `step_loop` where the process is the manager's own, when they have made a
-pool. Process-wide, as the collector is.
+Station: `process` hands it to `sequence_pools` and to `step_loop`, which call it when they have made a pool. It is
+process-wide, as the collector is: a manager in somebody else's process leaves it alone.
 """
 
 from __future__ import annotations

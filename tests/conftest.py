@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 import pytest
 
@@ -12,6 +13,10 @@ from kvmanager_service.core import is_compiled
 # Before anything imports Triton, which transformers does: its kernels run in the interpreter, here and in every process
 # that a test starts. Those that compile them instead say so in their environment.
 os.environ["TRITON_INTERPRET"] = "1"
+
+# A run that a script has put into the background ignores an interrupt, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:

@@ -279,7 +279,8 @@ async def test_executor_that_answers_a_step_from_another_cache_is_not_believed_a
         await serving(split.engine)
         split.executor.steps_of_another_cache = (2,)
         assert await compute(split.engine, "a") == [7, 7]
-        assert {step.step_id for step in split.executor.steps} > {1, 2, 3}
+        # Two tokens take two steps; what is refused is computed again in a third, or in a fourth if one was out.
+        assert {step.step_id for step in split.executor.steps} >= {1, 2, 3}
         assert split.engine.stats().steps_failed == 1
         assert split.engine.stats().state is ManagerState.SERVING
 

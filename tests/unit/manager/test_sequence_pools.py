@@ -12,6 +12,7 @@ from kvplane.kvmanager.v1 import sequence_pool_pb2 as pb
 from kvmanager_service import sequence_pools
 from kvmanager_service.core.block import KVCacheBlock
 from kvmanager_service.core.errors import UnknownRequestError
+from kvmanager_service.heap import settle_heap
 from kvmanager_service.sequence_pools import PoolSpec
 from kvmanager_service.servicers.sequences import Pools, update_sequences
 
@@ -33,7 +34,7 @@ def opening(batch_id: int) -> pb.UpdateSequencesRequest:
 
 @pytest.fixture
 def pools() -> Pools:
-    return Pools(4, 1_000)
+    return Pools(4, 1_000, settle=settle_heap)
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def _large_pools(monkeypatch: pytest.MonkeyPatch) -> object:
     yield
     gc.enable()
     gc.set_threshold(*threshold)
-    gc.unfreeze()
+    gc.freeze()
 
 
 @pytest.mark.usefixtures("_large_pools")
