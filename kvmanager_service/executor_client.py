@@ -330,8 +330,14 @@ def _is_enough(kv_cache: pb.KvCacheState, num_blocks: int, num_host_blocks: int)
     return kv_cache.num_blocks == num_blocks and kv_cache.num_host_blocks >= num_host_blocks
 
 
+# What grpc.aio puts in the place of a call's status when a write finds that the call has ended; how it did is not told.
+_ENDED_UNDER_A_WRITE = (grpc.StatusCode.INTERNAL, "Internal error from Core")
+
+
 def _lost(error: grpc.aio.AioRpcError) -> ExecutorLostError:
     """What a call that failed says of its executor."""
+    if (error.code(), error.details()) == _ENDED_UNDER_A_WRITE:
+        return ExecutorGoneError("the executor ended the stream while a step was being sent")
     message = f"{error.code().name}: {error.details()}"
     return ExecutorGoneError(message) if _reason(error) in REASONS_OF_ITS_OWN else ExecutorLostError(message)
 

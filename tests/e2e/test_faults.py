@@ -401,7 +401,9 @@ async def test_executors_terminated_one_after_another_a_long_prompt_is_not_blame
         await settled(client)
     reasons = [event["reason"] for event in cluster.manager.events("executor_lost")]
     assert len(reasons) == 3
-    assert all("the executor is stopping" in reason for reason in reasons)
+    # The second is all that grpc.aio tells if the stream ends while a step is being written to it.
+    orderly = ("the executor is stopping", "ended the stream while a step was being sent")
+    assert all(any(told in reason for told in orderly) for reason in reasons)
 
 
 async def has_computed(client: AsyncClient, tokens: int) -> bool:
