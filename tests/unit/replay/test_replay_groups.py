@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
+from kvmanager_service import executor_groups
 from kvmanager_service.calibration import report
 from kvmanager_service.core.kv_cache import make_kv_cache
 from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
@@ -20,6 +21,7 @@ from kvmanager_service.core.request import NewRequest, Request, StopRules
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import BlockCopy, CopyDirection, ScheduledRow, Step
+from kvmanager_service.replay import kv_geometry
 from kvmanager_service.replay.__main__ import main
 from kvmanager_service.replay.cost_model import CostModel, quantities
 from kvmanager_service.replay.group_reads import GroupReads
@@ -201,6 +203,11 @@ def test_other_groups_are_wrong_usage(text: str, tmp_path: Path, capsys: pytest.
     with pytest.raises(SystemExit, match="2"):
         main([str(tmp_path), "--num-blocks", "9", f"--kv-groups={text}"])
     assert "such as full,5xwindow:1024" in capsys.readouterr().err
+
+
+def test_a_replay_takes_as_many_groups_as_the_manager() -> None:
+    """It may not ask it: a replay knows nothing of the wire."""
+    assert kv_geometry.MAX_GROUPS == executor_groups.MAX_GROUPS
 
 
 def written(folder: Path, document: object) -> Path:
