@@ -24,37 +24,17 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from executor_service.backends.base import (
-    GroupTables,
-    LogitBias,
-    ModelInfo,
-    SamplingBatch,
-    StepBatch,
-    TokenSampling,
-)
+from benchmarks.steps import BLOCK_SIZE, StepRow, make_step
+from executor_service.backends.base import ModelInfo
 from executor_service.backends.torch_backend import TorchBackend, TorchBackendConfig
 from executor_service.kernels.fp8 import FP8_TYPES
 
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
-BLOCK_SIZE = 16
 SCALED_PARTS = {"layer": (1, 2, 3), "head": (1, 3), "channel": (1,), "token and head": (3,)}
 """Over which dimensions of (K and V, token, head, element) a scale reaches."""
-_GREEDY = TokenSampling(
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    logit_bias=LogitBias.of({}),
-    suppressed_token_ids=(),
-    num_logprobs=-1,
-)
 
 
 def open_backend(model: str, kv_cache_dtype: str, dtype: str, num_blocks: int) -> tuple[TorchBackend, ModelInfo]:
@@ -90,45 +70,13 @@ def read_windows(file: Path, tokenizer: Tokenizer, window: int, num_tokens: int)
     return windows
 
 
-def step_of(tokens: Sequence[int], positions: Sequence[int], tables: Sequence[Sequence[int]]) -> StepBatch:
-    """A step of rows with one token each, all of which sample."""
-    count = len(tokens)
-    lens = np.array(positions, dtype=np.int32) + 1
-    used = -(-lens // BLOCK_SIZE)
-    ids = np.concatenate([np.array(table[:n], dtype=np.int32) for table, n in zip(tables, used, strict=True)])
-    slots = [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p, table in zip(positions, tables, strict=True)]
-    rows = np.arange(count, dtype=np.int32)
-    return StepBatch(
-        step_id=1,
-        query_indptr=np.arange(count + 1, dtype=np.int32),
-        token_ids=np.array(tokens, dtype=np.int32),
-        positions=np.array(positions, dtype=np.int32),
-        seq_lens=lens,
-        tables=[
-            GroupTables(
-                np.concatenate([[0], np.cumsum(used)]).astype(np.int32),
-                ids,
-                (lens - (used - 1) * BLOCK_SIZE).astype(np.int32),
-            )
-        ],
-        slot_mappings=[np.array(slots, dtype=np.int64)],
-        sampling=SamplingBatch(
-            rows=rows,
-            params=[_GREEDY],
-            params_index=np.zeros(count, dtype=np.int32),
-            seeds=np.zeros(count, dtype=np.uint64),
-            positions=lens,
-            histories={},
-        ),
-    )
-
-
 def perplexity(backend: TorchBackend, windows: Sequence[Sequence[int]]) -> float:
     """The exponential of the mean negative log likelihood of every token but the first of each window."""
     total, count = 0.0, 0
     table = list(range(1, -(-max(map(len, windows)) // BLOCK_SIZE) + 1))
     for tokens in windows:
-        logits = backend.forward(step_of(tokens, range(len(tokens)), [table] * len(tokens)))
+        rows = [StepRow([token], position, table) for position, token in enumerate(tokens)]
+        logits = backend.forward(make_step(rows))
         wanted = torch.tensor(tokens[1:], device=logits.device)
         total += float(torch.nn.functional.cross_entropy(logits[:-1].float(), wanted, reduction="sum"))
         count += len(wanted)
@@ -143,7 +91,7 @@ def rounding_errors(backend: TorchBackend, tokens: Sequence[int]) -> dict[str, d
         tokens: the beginning of a sequence.
     """
     table = list(range(1, -(-len(tokens) // BLOCK_SIZE) + 1))
-    backend.forward(step_of(tokens, range(len(tokens)), [table] * len(tokens)))
+    backend.forward(make_step([StepRow([token], position, table) for position, token in enumerate(tokens)]))
     assert backend._memory is not None
     layers = [layer[:, table].flatten(1, 2)[:, : len(tokens)].float() for layer in backend._memory.cache.layers]
     errors: dict[str, dict[str, float]] = {}
@@ -163,7 +111,7 @@ def time_decode(backends: Sequence[TorchBackend], rows: int, context: int, round
     """Median seconds of a step of `rows` sequences with this much context, for each backend; measured in turn."""
     blocks = -(-context // BLOCK_SIZE)
     tables = [list(range(1 + row * blocks, 1 + (row + 1) * blocks)) for row in range(rows)]
-    step = step_of([7] * rows, [context - 1] * rows, tables)
+    step = make_step([StepRow([7], context - 1, table) for table in tables])
     times: list[list[float]] = [[] for _ in backends]
     for turn in range(rounds + 1):
         for own, backend in zip(times, backends, strict=True):

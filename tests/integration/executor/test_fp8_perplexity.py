@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.bench_kv_dtype import BLOCK_SIZE, open_backend, perplexity, read_windows
+from benchmarks.bench_kv_dtype import open_backend, perplexity, read_windows
+from benchmarks.steps import BLOCK_SIZE
 
 WINDOW, TOKENS = 512, 16_384
 MOST = 1.01
