@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from executor_service.kv_cache import KvLayout
+from executor_service.mapped_memory import map_zeros
 
 # cudaHostRegisterPortable: locked for every CUDA context, as torch itself registers memory.
 _PORTABLE = 1
@@ -26,7 +27,7 @@ class HostBlocks:
         `PagedKvCache`.
 
     Invariants:
-        All memory is written at allocation, so the resident size is the whole size from the start.
+        All memory is resident from the start where it is page-locked; else as that of `PagedKvCache` on a CPU.
 
     Source: pytorch/pytorch issues 95823 and 150517 for the rounding.
     """
@@ -36,7 +37,7 @@ class HostBlocks:
         self.num_blocks = num_blocks
         heads = layout.num_kv_heads, layout.head_dim
         shape = (num_blocks, layout.num_layers, 2, layout.block_size, *heads)
-        self.blocks = torch.empty(shape, dtype=layout.storage_dtype).zero_()
+        (self.blocks,) = map_zeros([shape], layout.storage_dtype)
         self._locked = cache_device.type == "cuda" and num_blocks > 0
         if self._locked:
             code = int(torch.cuda.cudart().cudaHostRegister(self.blocks.data_ptr(), self.blocks.nbytes, _PORTABLE))

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from executor_service.huge_pages import advise_huge_pages
 from executor_service.kernels.fp8 import FP8_TYPES, PLAIN, LayerCodecs
+from executor_service.mapped_memory import map_zeros
 from executor_service.memory_profiler import kv_bytes_per_block
 
 
@@ -75,8 +75,8 @@ class PagedKvCache:
         (num_blocks * block_size, num_kv_heads * head_dim).
 
     Invariants:
-        All memory is written at allocation, so the resident size is the whole size from the start, and no slot ever
-        holds what another process or tensor left there.
+        No slot ever holds what another process or tensor left there. On a CPU memory is taken as it is written, or made
+        resident by a `Filling`; on another device at once.
     """
 
     def __init__(
@@ -91,12 +91,11 @@ class PagedKvCache:
         self.num_blocks = num_blocks
         self._codecs = codecs
         shape = (2, num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
-        # empty + zero_, not zeros: the latter may map pages that cost memory only when first written.
         dtype = layout.storage_dtype
-        self.layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layout.num_layers)]
-        for layer in self.layers:
-            advise_huge_pages(layer)
-            layer.zero_()
+        if device.type == "cpu":
+            self.layers = map_zeros([shape] * layout.num_layers, dtype)
+        else:
+            self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layout.num_layers)]
         width = layout.num_kv_heads * layout.head_dim
         self.keys = [layer[0].view(-1, width) for layer in self.layers]
         self.values = [layer[1].view(-1, width) for layer in self.layers]

@@ -16,6 +16,7 @@ from executor_service.kernels.block_copy import copy_from_host, copy_to_host
 from executor_service.kernels.fp8 import LayerCodecs
 from executor_service.kernels.paged_kernels import PagedKernels
 from executor_service.kv_cache import KvLayout, PagedKvCache
+from executor_service.mapped_memory import Filling
 
 # Blocks that are copied at once: enough to keep a bus busy. One block at least, however large.
 _COPY_BYTES = 16 * 1024 * 1024
@@ -62,6 +63,7 @@ class KvMemory:
             ) from error
         self._device = device
         self._kernels = kernels
+        self._filling = Filling([*self._halves(), self.host.blocks] if device.type == "cpu" else [])
 
     def has(self, num_blocks: int, num_host_blocks: int) -> bool:
         """Whether it is of these sizes."""
@@ -74,6 +76,7 @@ class KvMemory:
 
     def close(self) -> None:
         """Give the host's memory back; the device's goes with the object."""
+        self._filling.stop()
         self.host.close()
 
     @torch.inference_mode()
@@ -90,6 +93,10 @@ class KvMemory:
         if self._device.type == "cuda":
             # Once for all of them: what failed is then known to be a copy, and so is what they took.
             torch.cuda.current_stream(self._device).synchronize()
+
+    def _halves(self) -> list[torch.Tensor]:
+        """K of each layer, and V; blocks lie in each by number."""
+        return [half for layer in self.cache.layers for half in layer]
 
     def _ids(self, block_ids: Int32) -> torch.Tensor:
         """Block ids on the device. Shape: (C,) int64."""
