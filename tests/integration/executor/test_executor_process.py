@@ -1,5 +1,6 @@
 """The executor as a process of its own."""
 
+import asyncio
 import json
 import os
 import signal
@@ -67,14 +68,15 @@ async def test_process_serves_then_exits_0_on_signal(signum):
 
 
 async def test_process_stopped_with_a_step_running_answers_it_and_ends_the_stream():
-    with process("--sim-step-ms", "500") as running:
+    with process("--sim-step-ms", "1500") as running:
         async with connected(wait_for(running, "executor_ready")["address"]) as client:
             epoch = await client.handshake()
             stream = client.execute()
             await stream.send(make_step(1, epoch, [Row([1], [4])]))
             await stream.send(make_step(2, epoch, [Row([1], [4], start=1)]))
             assert (await stream.receive()).step_id == 1
-            # Step 2 lay queued while step 1 computed, so it is running now.
+            # Step 2 lay queued while step 1 computed. It is taken up at once, but on a busy machine not before we are here.
+            await asyncio.sleep(0.5)
             running.send_signal(signal.SIGTERM)
             assert (await stream.receive()).step_id == 2
             error = await stream.error()
