@@ -75,7 +75,8 @@ async def test_process_stopped_with_a_step_running_answers_it_and_ends_the_strea
             await stream.send(make_step(1, epoch, [Row([1], [4])]))
             await stream.send(make_step(2, epoch, [Row([1], [4], start=1)]))
             assert (await stream.receive()).step_id == 1
-            # Step 2 lay queued while step 1 computed. It is taken up at once, but on a busy machine not before we are here.
+            # Step 2 lay queued while step 1 computed. It is taken up at once, but on a busy machine that may be later
+            # than now.
             await asyncio.sleep(0.5)
             running.send_signal(signal.SIGTERM)
             assert (await stream.receive()).step_id == 2
