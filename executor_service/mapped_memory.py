@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import structlog
 import torch
 
-from executor_service.huge_pages import advise_huge_pages
+from executor_service.huge_pages import PAGE, advise_huge_pages
 
 __all__ = ["Filling", "map_zeros"]
 
@@ -30,7 +30,8 @@ _log = structlog.get_logger(__name__)
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: hands out pages as writing to each would, and leaves what they hold
 _PASSES = 16
-_CHUNK = 64 * 1024 * 1024  # bytes that are asked for at once: `Filling.stop` waits for that many
+_CHUNK = PAGE  # bytes that are asked for at once: `Filling.stop`, and who else maps memory, wait for that many
+_REST = 4.0  # for each second at work so many without: steps need the CPUs, and no page waits for this
 
 
 def map_zeros(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -96,8 +97,7 @@ class Filling:
             for tensor in tensors:
                 end = len(tensor) * (step + 1) // _PASSES
                 for start in range(len(tensor) * step // _PASSES, end, _CHUNK):
-                    if self._is_stopped.is_set():
-                        return
+                    asked = time.monotonic()
                     if code := _populate(tensor, start, min(start + _CHUNK, end)):
                         _log.error(
                             "kv_memory_not_resident",
@@ -105,6 +105,8 @@ class Filling:
                             got=os.strerror(code),
                             do="lower --memory-limit, or find out who else took memory since the start",
                         )
+                        return
+                    if self._is_stopped.wait(_REST * (time.monotonic() - asked)):
                         return
         seconds = round(time.monotonic() - begun, 2)
         _log.info("kv_memory_resident", num_bytes=sum(map(len, tensors)), seconds=seconds)
