@@ -2,8 +2,8 @@
 
     python -m benchmarks.bench_step [--model PATH] [--dtype bfloat16] [--threads 2] [--rounds 9] [--json]
 
-A workload is rows of so many new tokens at the end of so much context. Tables are in order, as a pool that is new hands
-blocks out. Medians, in ms; one by one is what a step with adapters takes.
+A workload is rows of so many new tokens at the end of so much context, of which they may share the first tokens. Tables
+are in order, as a pool that is new hands blocks out. Medians, in ms; one by one is what a step with adapters takes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from executor_service.backends.torch_backend import TorchBackend, TorchBackendCo
 from executor_service.fused_layers import FusedLayer
 
 WORKLOADS = {
-    "decode 1 row, 256 tokens of context": (1, 1, 256),
-    "decode 16 rows of 288": (16, 1, 288),
-    "decode 32 rows of 560": (32, 1, 560),
-    "prefill 4 x 256": (4, 256, 256),
+    "decode 1 row, 256 tokens of context": (1, 1, 256, 0),
+    "decode 16 rows of 288": (16, 1, 288, 0),
+    "decode 32 rows of 560": (32, 1, 560, 0),
+    "decode 32 rows of 560, 512 shared": (32, 1, 560, 512),
+    "prefill 4 x 256": (4, 256, 256, 0),
 }
-"""Rows, new tokens of each, and its context with them."""
+"""Rows, new tokens of each, its context with them, and how many of that all rows share: whole blocks."""
 
 _FIRST_TOKEN = 1000
 
 
-def workload_step(rows: int, new: int, context: int) -> StepBatch:
+def workload_step(rows: int, new: int, context: int, shared: int) -> StepBatch:
     """One step of a workload."""
-    blocks = -(-context // BLOCK_SIZE)
+    blocks, common = -(-context // BLOCK_SIZE), shared // BLOCK_SIZE
     tokens = range(_FIRST_TOKEN, _FIRST_TOKEN + new)
-    tables = [range(1 + row * blocks, 1 + (row + 1) * blocks) for row in range(rows)]
+    tables = [[*range(1, 1 + common), *range(1 + row * blocks + common, 1 + (row + 1) * blocks)] for row in range(rows)]
     return make_step([StepRow(tokens, context - new, table) for table in tables])
 
 
@@ -77,7 +78,7 @@ def main() -> None:
         )
     )
     backend.load()
-    backend.initialize_kv_cache(1 + max(rows * -(-context // BLOCK_SIZE) for rows, _, context in WORKLOADS.values()))
+    backend.initialize_kv_cache(1 + max(rows * -(-context // BLOCK_SIZE) for rows, _, context, _ in WORKLOADS.values()))
     assert backend._model is not None
     layers = [module for module in backend._model.loaded.model.modules() if isinstance(module, FusedLayer)]
     found = measure(backend, layers, args.rounds)

@@ -113,11 +113,11 @@ inline void run_layers(const Sizes& sizes, const Layer* layers, int64_t num_laye
     bfloat16* both = attended + tokens * heads * dim;
     bfloat16* active = both + tokens * 2 * inner;
     std::vector<Rows> rows;
-    std::vector<std::vector<Part>> parts;
+    std::vector<Plan> plans;
     for (int64_t group = 0; group < num_groups; group++) {
         const Group& of = groups[group];
         rows.push_back({of.query_indptr, of.seq_lens, of.block_indptr, of.block_ids, of.block_size, of.window});
-        parts.push_back(parts_of(rows.back(), of.num_rows, kv_heads, share, threads));
+        plans.push_back(plan_of(rows.back(), of.num_rows, kv_heads, share, threads));
     }
     Team* team = nullptr;
 #pragma omp parallel num_threads(threads)
@@ -125,7 +125,6 @@ inline void run_layers(const Sizes& sizes, const Layer* layers, int64_t num_laye
 #pragma omp single
         team = new Team(omp_get_num_threads());
         thread_local Workspace own;
-        own.reserve(int(dim), most_vectors(share));
         const auto linear = [&](const bfloat16* x, const bfloat16* packed, const bfloat16* bias, int64_t inputs, int64_t outputs, bfloat16* y) {
             team->share(linear_blocks(outputs), 1,
                         [&](int64_t block) { linear_block(x, packed, bias, tokens, outputs, inputs, y, block); });
@@ -151,8 +150,8 @@ inline void run_layers(const Sizes& sizes, const Layer* layers, int64_t num_laye
             });
             const Attention<bfloat16> attention = {qkv,  qkv_width, page.keys, page.values, rows[page.group], kv_heads, share, int(dim),
                                                    float(layer.scaling), attended};
-            const std::vector<Part>& some = parts[page.group];
-            team->share(int64_t(some.size()), 1, [&](int64_t part) { attend_part_of(attention, some[part], own); });
+            const Plan& plan = plans[page.group];
+            team->share(int64_t(plan.parts.size()), 1, [&](int64_t part) { attend_part_of(attention, plan, plan.parts[part], own); });
             linear(attended, layer.output, layer.output_bias, heads * dim, width, added);
             team->share(tokens, 4, [&](int64_t token) {
                 rms_norm_row(states + token * width, added + token * width, layer.middle_norm, float(layer.middle_eps), width,

@@ -25,8 +25,14 @@ def test_make_step_is_the_step_of_its_rows() -> None:
         assert getattr(got.tables[0], name).tolist() == getattr(expected.tables[0], name).tolist()
 
 
+def test_workload_step_shares_the_blocks_it_says() -> None:
+    step = bench_step.workload_step(3, 1, 40, 32)
+    assert step.tables[0].block_ids.tolist() == [1, 2, 3, 1, 2, 6, 1, 2, 9]
+    assert step.seq_lens.tolist() == [40, 40, 40]
+
+
 def test_measure_leaves_the_stack_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_step, "WORKLOADS", {"short": (2, 1, 9)})
+    monkeypatch.setattr(bench_step, "WORKLOADS", {"short": (2, 1, 9, 0)})
     monkeypatch.setattr(bench_step, "_FIRST_TOKEN", 7)
     folder = save_tiny_model(tmp_path, "llama")
     backend = TorchBackend(TorchBackendConfig(str(folder), dtype="bfloat16", block_size=BLOCK_SIZE, num_threads=1))
@@ -37,4 +43,4 @@ def test_measure_leaves_the_stack_as_it_was(tmp_path: Path, monkeypatch: pytest.
     (times,) = bench_step.measure(backend, layers, 1).values()
     assert set(times) == ({"together", "apart"} if stacks[0] is not None else {"together"})
     assert [layer.stack for layer in layers] == stacks
-    torch.testing.assert_close(*(backend.forward(bench_step.workload_step(2, 1, 9)) for _ in range(2)))
+    torch.testing.assert_close(*(backend.forward(bench_step.workload_step(2, 1, 9, 0)) for _ in range(2)))
