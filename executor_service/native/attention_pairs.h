@@ -113,38 +113,79 @@ struct PairWorkspace {
     }
 };
 
+// 2^x within 3e-7 of it, 0 below -150; NaN stays NaN. A polynomial for the part behind the point, after Taylor.
+inline __m512 power_of_two(__m512 asked) {
+    const __m512 x = _mm512_max_ps(_mm512_set1_ps(-200.0f), asked);  // of NaN and a number the second
+    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), rest = _mm512_sub_ps(x, whole);
+    __m512 p = _mm512_set1_ps(1.54035304e-4f);
+    for (float term : {1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.0f})
+        p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(term));
+    return _mm512_scalef_ps(p, whole);
+}
+
+// One round of `largest_of_each`: of vectors that differ in this bit of their number, and lanes likewise, the greater.
+template <int BIT>
+inline void fold(Floats* rows) {
+    const Ints low = ((EACH & BIT) != 0) & (LANES - BIT), high = ((EACH & BIT) == 0) & BIT;
+#pragma GCC unroll 8
+    for (int i = 0; i < BIT; i++) {
+        const Floats one = shuffle(rows[i], rows[i + BIT], EACH + low);
+        const Floats other = shuffle(rows[i], rows[i + BIT], EACH + high + (((EACH & BIT) != 0) & LANES));
+        rows[i] = (Floats)_mm512_max_ps((__m512)one, (__m512)other);
+    }
+}
+
+// Lane i of the result is the greatest of rows[i].
+inline Floats largest_of_each(Floats* rows) {
+    fold<8>(rows);
+    fold<4>(rows);
+    fold<2>(rows);
+    fold<1>(rows);
+    return rows[0];
+}
+
 // A tile of scores to weights relative to the greatest score so far, and `scales`, what that does to earlier sums. The
-// total stays in LANES parts. Query vector n is of the token at position at[n]; the tile's first key is at `tile`.
+// total stays in LANES parts. Query vector n is of the token at position at[n]; the tile's first key is at `tile`. Scores
+// are multiplied by `scaling`: log2(e) with it makes powers of two of what are powers of e.
 inline void soften_pairs(int count, const int64_t* at, const Rows& rows, int64_t tile, float scaling, float* scores, bfloat16* weights,
                          float* most, float* total, float* scales) {
-    const auto greater = [](Floats one, Floats other) { return select(one > other, one, other); };
-    for (int n = 0; n < count; n++) {
-        Floats left = load(scores + n * TILE) * scaling, right = load(scores + n * TILE + LANES) * scaling;
-        // Keys of this tile that the token sees: from `low` to below `high`.
-        const int high = int(std::min<int64_t>(TILE, at[n] + 1 - tile));
-        const int low = rows.window ? int(std::min<int64_t>(TILE, std::max<int64_t>(0, rows.first_seen(at[n]) - tile))) : 0;
-        if (high < TILE || low > 0) {
-            const Floats none = splat(-INFINITY);
-            left = select((EACH < high) & (EACH >= low), left, none);
-            right = select((EACH + LANES < high) & (EACH + LANES >= low), right, none);
-        }
-        store(scores + n * TILE, left);
-        store(scores + n * TILE + LANES, right);
-        scales[n] = std::max(most[n], largest(greater(left, right)));
-    }
     for (int n = 0; n < count; n += LANES) {
-        // Where a token has seen nothing yet, or keys that are infinite, these weigh nothing.
-        const Floats now = load(scales + n), base = select(now == splat(-INFINITY), splat(0.0f), now);
         const int some = std::min(LANES, count - n);
-        store_part(scales + n, exponential(load_part(most + n, some) - base), some);
-        store_part(most + n, now, some);
-    }
-    for (int n = 0; n < count; n++) {
-        const float base = most[n] == -INFINITY ? 0.0f : most[n];
-        const Floats left = exponential(load(scores + n * TILE) - base), right = exponential(load(scores + n * TILE + LANES) - base);
-        store(total + n * LANES, load(total + n * LANES) * scales[n] + (left + right));
-        store(weights + n * TILE, left);
-        store(weights + n * TILE + LANES, right);
+        Floats each[LANES];
+        for (int i = 0; i < some; i++) {
+            float* from = scores + (n + i) * TILE;
+            Floats left = load(from) * scaling, right = load(from + LANES) * scaling;
+            // Keys of this tile that the token sees: from `low` to below `high`.
+            const int64_t place = at[n + i];
+            const int high = int(std::min<int64_t>(TILE, place + 1 - tile));
+            const int low = rows.window ? int(std::min<int64_t>(TILE, std::max<int64_t>(0, rows.first_seen(place) - tile))) : 0;
+            if (high < TILE || low > 0) {
+                const Floats none = splat(-INFINITY);
+                left = select((EACH < high) & (EACH >= low), left, none);
+                right = select((EACH + LANES < high) & (EACH + LANES >= low), right, none);
+            }
+            store(from, left);
+            store(from + LANES, right);
+            each[i] = (Floats)_mm512_max_ps((__m512)left, (__m512)right);
+        }
+        for (int i = some; i < LANES; i++) each[i] = splat(-INFINITY);
+        const __mmask16 asked = __mmask16((1u << some) - 1);
+        const __m512 before = _mm512_maskz_loadu_ps(asked, most + n), now = _mm512_max_ps(before, (__m512)largest_of_each(each));
+        // Where a token has seen nothing yet, or keys that are infinite, these weigh nothing.
+        const __mmask16 nothing = _mm512_cmp_ps_mask(now, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ);
+        float base[LANES];
+        _mm512_storeu_ps(base, _mm512_mask_mov_ps(now, nothing, _mm512_setzero_ps()));
+        _mm512_mask_storeu_ps(most + n, asked, now);
+        _mm512_mask_storeu_ps(scales + n, asked, power_of_two(_mm512_sub_ps(before, _mm512_loadu_ps(base))));
+        for (int i = 0; i < some; i++) {
+            const float* from = scores + (n + i) * TILE;
+            const __m512 left = power_of_two(_mm512_sub_ps(_mm512_loadu_ps(from), _mm512_set1_ps(base[i])));
+            const __m512 right = power_of_two(_mm512_sub_ps(_mm512_loadu_ps(from + LANES), _mm512_set1_ps(base[i])));
+            float* sums = total + (n + i) * LANES;
+            _mm512_storeu_ps(sums, _mm512_fmadd_ps(_mm512_loadu_ps(sums), _mm512_set1_ps(scales[n + i]), _mm512_add_ps(left, right)));
+            const __m512bh both = _mm512_cvtne2ps_pbh(right, left);
+            std::memcpy(weights + (n + i) * TILE, &both, sizeof both);
+        }
     }
 }
 
@@ -216,6 +257,7 @@ __attribute__((noinline)) void attend_part_pairs(const Attention<bfloat16>& of, 
     const int64_t share = of.share, width = of.kv_heads * of.dim;
     const int64_t each = (part.last - part.first) * share;  // query vectors of a row and head
     const int count = int((part.to - part.from) * each), dim = of.dim;
+    const float scaling = of.scaling * 1.44269504f;  // log2(e)
     own.reserve(size_t(dim), size_t(count), size_t(part.heads));
     for (int n = 0; n < count; n++) {
         const int64_t row = plan.order[part.from + n / each], token = part.first + n % each / share;
@@ -245,7 +287,7 @@ __attribute__((noinline)) void attend_part_pairs(const Attention<bfloat16>& of, 
             for (int n = start; n < end; n += GROUP)
                 dispatch_score_pairs<GROUP>(std::min(GROUP, end - n), of.query + head * share * dim, &own.places[n], own.keys.data(), dim,
                                             &own.scores[n * TILE]);
-            soften_pairs(end - start, &own.at[start], rows, job.tile, of.scaling, &own.scores[start * TILE], &own.weights[start * TILE],
+            soften_pairs(end - start, &own.at[start], rows, job.tile, scaling, &own.scores[start * TILE], &own.weights[start * TILE],
                          &own.most[all + start], &own.total[(all + start) * LANES], &own.scales[start]);
             for (int n = start; n < end; n += GROUP)
                 dispatch_accumulate_pairs<GROUP>(std::min(GROUP, end - n), &own.weights[n * TILE], own.values.data(), dim, &own.scales[n],

@@ -14,8 +14,9 @@ namespace {
 constexpr int COLUMNS = 2 * LANES;  // outputs of a packed block
 constexpr int MOST_ROWS = 12;       // 24 accumulators of the 32 registers
 
-// Rows of x times one block of packed weights: (inputs / 2, COLUMNS, 2), so that each step multiplies pairs of inputs.
-template <int ROWS>
+// Rows of x times one block of packed weights: (inputs / 2, COLUMNS, 2), so that each step multiplies pairs of inputs. With
+// FETCH the block after it comes nearer meanwhile.
+template <int ROWS, bool FETCH>
 void linear_tile(const bfloat16* x, int64_t ld_x, const bfloat16* block, const bfloat16* bias, int64_t inputs, bfloat16* y,
                  int64_t ld_y, int columns) {
     // Few rows leave registers free: several sums of one output hide the latency of adding to one.
@@ -26,6 +27,10 @@ void linear_tile(const bfloat16* x, int64_t ld_x, const bfloat16* block, const b
     const int64_t pairs = inputs / 2;
     const auto step = [&](int s, int64_t pair) __attribute__((always_inline)) {
         const bfloat16* weights = block + pair * COLUMNS * 2;
+        if constexpr (FETCH) {
+            _mm_prefetch((const char*)(weights + COLUMNS * inputs), _MM_HINT_T1);
+            _mm_prefetch((const char*)(weights + COLUMNS * inputs + 2 * LANES), _MM_HINT_T1);
+        }
         const __m512bh left = (__m512bh)_mm512_loadu_si512(weights);
         const __m512bh right = (__m512bh)_mm512_loadu_si512(weights + 2 * LANES);
 #pragma GCC unroll 12
@@ -59,26 +64,27 @@ void linear_tile(const bfloat16* x, int64_t ld_x, const bfloat16* block, const b
     }
 }
 
-template <int ROWS>
+template <int ROWS, bool FETCH>
 void dispatch_tile(int rows, const bfloat16* x, int64_t ld_x, const bfloat16* block, const bfloat16* bias, int64_t inputs,
                    bfloat16* y, int64_t ld_y, int columns) {
     if (rows == ROWS)
-        linear_tile<ROWS>(x, ld_x, block, bias, inputs, y, ld_y, columns);
+        linear_tile<ROWS, FETCH>(x, ld_x, block, bias, inputs, y, ld_y, columns);
     else if constexpr (ROWS > 1)
-        dispatch_tile<ROWS - 1>(rows, x, ld_x, block, bias, inputs, y, ld_y, columns);
+        dispatch_tile<ROWS - 1, FETCH>(rows, x, ld_x, block, bias, inputs, y, ld_y, columns);
 }
 
 inline int64_t linear_blocks(int64_t outputs) { return (outputs + COLUMNS - 1) / COLUMNS; }
 
-// COLUMNS outputs of all rows.
+// COLUMNS outputs of all rows. The first tile waits for weights from memory, which is idle while the second has them near.
 inline void linear_block(const bfloat16* x, const bfloat16* packed, const bfloat16* bias, int64_t rows, int64_t outputs, int64_t inputs,
                          bfloat16* y, int64_t block) {
     const int64_t column = block * COLUMNS, tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
     const int columns = int(std::min<int64_t>(COLUMNS, outputs - column));
     for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t row = rows * tile / tiles, end = rows * (tile + 1) / tiles;
-        dispatch_tile<MOST_ROWS>(int(end - row), x + row * inputs, inputs, packed + column * inputs, bias ? bias + column : nullptr, inputs,
-                                 y + row * outputs + column, outputs, columns);
+        const auto compute = tile == 1 ? dispatch_tile<MOST_ROWS, true> : dispatch_tile<MOST_ROWS, false>;
+        compute(int(end - row), x + row * inputs, inputs, packed + column * inputs, bias ? bias + column : nullptr, inputs,
+                y + row * outputs + column, outputs, columns);
     }
 }
 #endif

@@ -31,20 +31,31 @@ inline Floats load(const float* from) {
     return out;
 }
 
+inline Floats widened(Halves halves) { return (Floats)(__builtin_convertvector(halves, Words) << 16); }
+
 inline Floats load(const bfloat16* from) {
     Halves halves;
     std::memcpy(&halves, from, sizeof halves);
-    return (Floats)(__builtin_convertvector(halves, Words) << 16);
+    return widened(halves);
 }
 
 inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
 
-// To the nearest, ties to even; NaN stays NaN.
-inline void store(bfloat16* to, Floats values) {
+// To the nearest bfloat16, ties to even; NaN stays NaN. The instruction takes what is below the least normal number, 1.2e-38,
+// for 0.
+inline Halves rounded(Floats values) {
+#ifdef KVPLANE_LINEAR
+    return (Halves)_mm512_cvtneps_pbh((__m512)values);
+#else
     const Words bits = (Words)values;
-    const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const Words nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     const Words kept = (Words)(values == values);
-    const Halves halves = __builtin_convertvector((rounded & kept) | (0x7fc0 & ~kept), Halves);
+    return __builtin_convertvector((nearest & kept) | (0x7fc0 & ~kept), Halves);
+#endif
+}
+
+inline void store(bfloat16* to, Floats values) {
+    const Halves halves = rounded(values);
     std::memcpy(to, &halves, sizeof halves);
 }
 
@@ -63,11 +74,11 @@ inline void store_part(T* to, Floats values, int count) {
     std::memcpy(to, whole, count * sizeof(T));
 }
 
+// As T has it, in float.
 template <typename T>
 inline Floats round_to(Floats values) {
-    T kept[LANES];
-    store(kept, values);
-    return load(kept);
+    if constexpr (sizeof(T) == sizeof(float)) return values;
+    return widened(rounded(values));
 }
 
 // Lane i of the result is lane from[i] of the first, or from[i] - LANES of the second.
