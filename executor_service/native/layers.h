@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "gated.h"
 #include "layer_ops.h"
 #include "linear.h"
 
@@ -74,7 +75,7 @@ struct Sizes {
     int64_t width, heads, kv_heads, dim, inner;
 
     int64_t qkv() const { return (heads + 2 * kv_heads) * dim; }
-    int64_t workspace() const { return 2 * width + qkv() + heads * dim + 3 * inner; }
+    int64_t workspace() const { return 2 * width + qkv() + heads * dim + (can_gate(inner) ? 1 : 3) * inner; }
 };
 
 // One layer's weights; those of products are packed. Biases and the norms of heads may be absent.
@@ -110,8 +111,8 @@ inline void run_layers(const Sizes& sizes, const Layer* layers, int64_t num_laye
     bfloat16* added = normed + tokens * width;
     bfloat16* qkv = added + tokens * width;
     bfloat16* attended = qkv + tokens * qkv_width;
-    bfloat16* both = attended + tokens * heads * dim;
-    bfloat16* active = both + tokens * 2 * inner;
+    bfloat16* active = attended + tokens * heads * dim;
+    bfloat16* both = active + tokens * inner;
     std::vector<Rows> rows;
     std::vector<Plan> plans;
     for (int64_t group = 0; group < num_groups; group++) {
@@ -128,6 +129,21 @@ inline void run_layers(const Sizes& sizes, const Layer* layers, int64_t num_laye
         const auto linear = [&](const bfloat16* x, const bfloat16* packed, const bfloat16* bias, int64_t inputs, int64_t outputs, bfloat16* y) {
             team->share(linear_blocks(outputs), 1,
                         [&](int64_t block) { linear_block(x, packed, bias, tokens, outputs, inputs, y, block); });
+        };
+        const auto gate = [&](const Layer& layer) {
+            if (can_gate(inner)) {
+                team->share(inner / COLUMNS, 1, [&](int64_t block) {
+                    gated_block(normed, layer.gate_up, layer.gate_up_bias, tokens, inner, width, active, block);
+                });
+                return;
+            }
+            linear(normed, layer.gate_up, layer.gate_up_bias, width, 2 * inner, both);
+            const int64_t chunk = 512, chunks = (inner + chunk - 1) / chunk;
+            team->share(tokens * chunks, 4, [&](int64_t item) {
+                const int64_t token = item / chunks, start = item % chunks * chunk;
+                const bfloat16* gates = both + token * 2 * inner + start;
+                silu_and_mul_part(gates, gates + inner, std::min(chunk, inner - start), active + token * inner + start);
+            });
         };
         for (int64_t number = 0; number < num_layers; number++) {
             const Layer& layer = layers[number];
@@ -157,13 +173,7 @@ inline void run_layers(const Sizes& sizes, const Layer* layers, int64_t num_laye
                 rms_norm_row(states + token * width, added + token * width, layer.middle_norm, float(layer.middle_eps), width,
                              normed + token * width);
             });
-            linear(normed, layer.gate_up, layer.gate_up_bias, width, 2 * inner, both);
-            const int64_t chunk = 512, chunks = (inner + chunk - 1) / chunk;
-            team->share(tokens * chunks, 4, [&](int64_t item) {
-                const int64_t token = item / chunks, start = item % chunks * chunk;
-                const bfloat16* gates = both + token * 2 * inner + start;
-                silu_and_mul_part(gates, gates + inner, std::min(chunk, inner - start), active + token * inner + start);
-            });
+            gate(layer);
             linear(active, layer.down, layer.down_bias, inner, width, added);
         }
         team->share(tokens, 4, [&](int64_t token) {

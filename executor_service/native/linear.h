@@ -75,16 +75,24 @@ void dispatch_tile(int rows, const bfloat16* x, int64_t ld_x, const bfloat16* bl
 
 inline int64_t linear_blocks(int64_t outputs) { return (outputs + COLUMNS - 1) / COLUMNS; }
 
-// COLUMNS outputs of all rows. The first tile waits for weights from memory, which is idle while the second has them near.
+inline int64_t linear_tiles(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
+
+// Rows of a tile. The first one waits for weights from memory, which is idle while the second has them near.
+inline void linear_rows(int64_t tile, int rows, const bfloat16* x, int64_t ld_x, const bfloat16* block, const bfloat16* bias,
+                        int64_t inputs, bfloat16* y, int64_t ld_y, int columns) {
+    const auto compute = tile == 1 ? dispatch_tile<MOST_ROWS, true> : dispatch_tile<MOST_ROWS, false>;
+    compute(rows, x, ld_x, block, bias, inputs, y, ld_y, columns);
+}
+
+// COLUMNS outputs of all rows.
 inline void linear_block(const bfloat16* x, const bfloat16* packed, const bfloat16* bias, int64_t rows, int64_t outputs, int64_t inputs,
                          bfloat16* y, int64_t block) {
-    const int64_t column = block * COLUMNS, tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    const int64_t column = block * COLUMNS, tiles = linear_tiles(rows);
     const int columns = int(std::min<int64_t>(COLUMNS, outputs - column));
     for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t row = rows * tile / tiles, end = rows * (tile + 1) / tiles;
-        const auto compute = tile == 1 ? dispatch_tile<MOST_ROWS, true> : dispatch_tile<MOST_ROWS, false>;
-        compute(int(end - row), x + row * inputs, inputs, packed + column * inputs, bias ? bias + column : nullptr, inputs,
-                y + row * outputs + column, outputs, columns);
+        linear_rows(tile, int(end - row), x + row * inputs, inputs, packed + column * inputs, bias ? bias + column : nullptr, inputs,
+                    y + row * outputs + column, outputs, columns);
     }
 }
 #endif

@@ -88,6 +88,13 @@ def test_stack_gives_what_its_layers_give(folders: dict[str, Path], kind: str, d
     assert all(map(torch.equal, together, one_by_one(backend)))
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_stack_gates_that_are_no_whole_blocks_give_what_layers_give(tmp_path: Path, threads: int) -> None:
+    backend = loaded(save_tiny_model(tmp_path, "llama", head_dim=32, intermediate_size=80), num_threads=threads)
+    assert all(layer.stack is not None for layer in layers_of(backend))
+    assert all(map(torch.equal, logits_of(backend), one_by_one(backend)))
+
+
 def test_head_norms_of_real_sizes_are_stacked(tmp_path: Path) -> None:
     """As many values as one that is rounded otherwise would be among."""
     sizes = {"hidden_size": 256, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
