@@ -71,7 +71,7 @@ class FusedStack:
         """Whether this layer's work is done here; the first layer asks before any is.
 
         Shape:
-            states: (1, T, E); they become what the last layer returns.
+            states: (1, T, E); they become what the last layer returns, for the tokens that the step wants.
         """
         if layer is self._layers[0]:
             self._running = None
@@ -121,6 +121,7 @@ class FusedStack:
             pages=np.array(pages, dtype=np.int64),
             groups=np.array(groups, dtype=np.int64),
             workspace=self._workspace,
+            wanted=None if step.wanted is None else np.unique(step.wanted.numpy()),
         )
 
 
@@ -231,25 +232,34 @@ def _are_in_line(layers: Sequence[FusedLayer], run: Callable[[ProbeStep], object
 
 
 def _same(stack: FusedStack, layers: Sequence[FusedLayer], groups: LayerGroups, native: NativeOps) -> bool:
-    """Whether the stack and its layers one by one give the same, on a row that begins and one that goes on."""
+    """Whether the stack and its layers one by one give the same, on a row that begins and one that goes on.
+
+    So they do for all tokens, and where only the last of each row are wanted.
+    """
     attention = layers[0].self_attn
     layout = KvLayout(groups.num_pages, attention.kv_heads, attention.dim, _TRIED_BLOCK, torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     states = torch.randn((1, _TRIED_TOKENS, attention.width), generator=generator).bfloat16()
     angles = torch.rand((1, _TRIED_TOKENS, attention.dim), generator=generator)
     embeddings = angles.cos().bfloat16(), angles.sin().bfloat16()
+    last = torch.tensor([0, _TRIED_TOKENS - 1])  # of each row
     results = []
-    for together in (True, False):
+    for together, wanted in ((False, None), (True, None), (True, last)):
         cache = PagedKvCache(layout, 4, torch.device("cpu"))
-        step = PagedStep(_tried_step(groups, native), cache, groups)
+        step = PagedStep(_tried_step(groups, native), cache, groups, wanted=wanted)
         out = states.clone()
         for layer in layers:
             if not together:
                 out = layer(out, position_embeddings=embeddings, paged_step=step)
             elif not stack.take(layer, out, embeddings, step):
                 return False
-        results.append((out, *cache.layers))
-    return all(map(torch.equal, *results))
+        results.append((out, cache.layers))
+    (expected, kept), *others = results
+    return (
+        torch.equal(others[0][0], expected)
+        and torch.equal(others[1][0][:, last], expected[:, last])
+        and all(all(map(torch.equal, layers_of, kept)) for _, layers_of in others)
+    )
 
 
 def _tried_step(groups: LayerGroups, native: NativeOps) -> dict[int, NativeStep]:

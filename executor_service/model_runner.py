@@ -40,12 +40,17 @@ _REFUSED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "attention_mask")
 
 @dataclass(frozen=True)
 class PagedStep:
-    """What attention needs of a step besides queries, keys and values: a plan for each KV group that attends."""
+    """What attention needs of a step besides queries, keys and values: a plan for each KV group that attends.
+
+    Attributes:
+        wanted: tokens whose last hidden state is looked at, (S,) int64 with repeats; None for all.
+    """
 
     attention: Mapping[int, StepAttention]
     cache: PagedKvCache
     groups: LayerGroups
     temperature: StepTemperature | None = None
+    wanted: torch.Tensor | None = None
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
@@ -366,7 +371,9 @@ class ModelRunner:
             position_ids=positions,
             use_cache=False,
             logits_to_keep=wanted,
-            paged_step=PagedStep(of_groups, cache, self._groups, temperature),
+            paged_step=PagedStep(
+                of_groups, cache, self._groups, temperature, wanted if isinstance(wanted, torch.Tensor) else None
+            ),
         )
         return output.logits[0]
 

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "vectors.h"
@@ -57,8 +58,20 @@ struct Part {
     int64_t from, to, first, last, head, heads;
 };
 
+// Tokens of a step, rising; without an address all are meant.
+struct Wanted {
+    const int64_t* tokens;
+    int64_t count;
+
+    // Those of them in [first, last).
+    std::pair<const int64_t*, const int64_t*> between(int64_t first, int64_t last) const {
+        const int64_t* from = std::lower_bound(tokens, tokens + count, first);
+        return {from, std::lower_bound(from, tokens + count, last)};
+    }
+};
+
 struct Plan {
-    std::vector<int32_t> order;   // all rows
+    std::vector<int32_t> order;   // rows
     std::vector<int64_t> common;  // keys that this row of the order and the one after it share, in whole tiles
     std::vector<Part> parts;
     size_t vectors = 0;  // query vectors of a part, of all its heads, at most
@@ -85,10 +98,14 @@ inline void arrange(const Rows& rows, Plan& plan) {
 
 // Parts of at most MOST_QUERIES query vectors of a KV head, or of one token if that has more. Those of several tokens come
 // first, the last of a row before its others: they take longest.
-inline Plan plan_of(const Rows& rows, int64_t num_rows, int64_t kv_heads, int64_t share, int64_t threads) {
+inline Plan plan_of(const Rows& rows, int64_t num_rows, int64_t kv_heads, int64_t share, int64_t threads, const Wanted& wanted = {}) {
     Plan plan;
-    for (int64_t row = 0; row < num_rows; row++)
-        if (rows.length(row) == 1) plan.order.push_back(int32_t(row));
+    const auto wanted_of = [&](int64_t row) { return wanted.between(rows.query_indptr[row], rows.query_indptr[row + 1]); };
+    for (int64_t row = 0; row < num_rows; row++) {
+        if (rows.length(row) != 1) continue;
+        if (wanted.tokens && wanted_of(row).first == wanted_of(row).second) continue;
+        plan.order.push_back(int32_t(row));
+    }
     arrange(rows, plan);
     const int64_t single = int64_t(plan.order.size()), most = std::max<int64_t>(1, MOST_QUERIES / share);
     // A token's heads lie side by side and are read together, unless that leaves threads without work.
@@ -106,6 +123,12 @@ inline Plan plan_of(const Rows& rows, int64_t num_rows, int64_t kv_heads, int64_
         if (length < 2) continue;
         plan.order.push_back(int32_t(row));
         plan.common.push_back(0);
+        if (wanted.tokens) {
+            const auto [begin, end] = wanted_of(row);
+            for (const int64_t* token = begin; token < end; token++)
+                add(from, from + 1, *token - rows.query_indptr[row], *token - rows.query_indptr[row] + 1);
+            continue;
+        }
         for (int64_t first = (length - 1) / most * most; first >= 0; first -= most) add(from, from + 1, first, std::min(length, first + most));
     }
     // Rows that share nothing follow each other in a part, too: the next one's K/V are fetched in time.

@@ -13,9 +13,9 @@ namespace {
 #ifdef KVPLANE_LINEAR
 inline bool can_gate(int64_t inner) { return inner % COLUMNS == 0; }
 
-// COLUMNS of the `inner` results of all rows.
-inline void gated_block(const bfloat16* x, const bfloat16* packed, const bfloat16* bias, int64_t rows, int64_t inner, int64_t inputs,
-                        bfloat16* y, int64_t block) {
+// COLUMNS of the `inner` results of all rows; `many` as in `linear_block`.
+inline void gated_block(const bfloat16* x, const bfloat16* packed, const bfloat16* bias, int64_t rows, bool many, int64_t inner,
+                        int64_t inputs, bfloat16* y, int64_t block) {
     const int64_t column = block * COLUMNS, tiles = linear_tiles(rows);
     const bfloat16 *gate_weights = packed + column * inputs, *up_weights = gate_weights + inner * inputs;
     const bfloat16 *gate_bias = bias ? bias + column : nullptr, *up_bias = bias ? gate_bias + inner : nullptr;
@@ -23,8 +23,8 @@ inline void gated_block(const bfloat16* x, const bfloat16* packed, const bfloat1
     for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t row = rows * tile / tiles, end = rows * (tile + 1) / tiles;
         const bfloat16* from = x + row * inputs;
-        linear_rows(tile, int(end - row), from, inputs, gate_weights, gate_bias, inputs, gates, COLUMNS, COLUMNS);
-        linear_rows(tile, int(end - row), from, inputs, up_weights, up_bias, inputs, ups, COLUMNS, COLUMNS);
+        linear_rows(tile, int(end - row), many, from, inputs, gate_weights, gate_bias, inputs, gates, COLUMNS, COLUMNS);
+        linear_rows(tile, int(end - row), many, from, inputs, up_weights, up_bias, inputs, ups, COLUMNS, COLUMNS);
         for (int64_t r = 0; r < end - row; r++)
             silu_and_mul_part(gates + r * COLUMNS, ups + r * COLUMNS, COLUMNS, y + (row + r) * inner + column);
     }

@@ -36,15 +36,17 @@ void kvplane_pack(const bfloat16* weight, int64_t outputs, int64_t inputs, int64
 void kvplane_linear(const bfloat16* x, const bfloat16* packed, const bfloat16* bias, int64_t rows, int64_t outputs, int64_t inputs,
                     bfloat16* y) {
 #pragma omp parallel for schedule(static)
-    for (int64_t block = 0; block < linear_blocks(outputs); block++) linear_block(x, packed, bias, rows, outputs, inputs, y, block);
+    for (int64_t block = 0; block < linear_blocks(outputs); block++) linear_block(x, packed, bias, rows, false, outputs, inputs, y, block);
 }
 
 // The layers of a decoder, one after the other. `states` (tokens, width) become what the last one returns. Tokens' cosines
-// and sines are (tokens, dim); pages are in the layers' order; `workspace` has kvplane_layers_workspace elements.
+// and sines are (tokens, dim); pages are in the layers' order; `workspace` has kvplane_layers_workspace elements. With
+// `wanted`, rising, only these tokens of the last layer's result are.
 void kvplane_layers(const Sizes* sizes, const Layer* layers, int64_t num_layers, const Page* pages, const Group* groups,
-                    int64_t num_groups, const bfloat16* cos, const bfloat16* sin, int64_t tokens, bfloat16* states,
-                    bfloat16* workspace, int64_t threads) {
-    run_layers(*sizes, layers, num_layers, pages, groups, num_groups, cos, sin, tokens, states, workspace, int(threads));
+                    int64_t num_groups, const bfloat16* cos, const bfloat16* sin, int64_t tokens, const int64_t* wanted,
+                    int64_t num_wanted, bfloat16* states, bfloat16* workspace, int64_t threads) {
+    run_layers(*sizes, layers, num_layers, pages, groups, num_groups, cos, sin, tokens, {wanted, num_wanted}, states, workspace,
+               int(threads));
 }
 
 int64_t kvplane_layers_workspace(const Sizes* sizes, int64_t tokens) { return tokens * sizes->workspace(); }

@@ -103,8 +103,8 @@ inline void head_norms(bfloat16* heads_of, const bfloat16* weight, float eps, in
 }
 
 inline void run_layers(const Sizes& sizes, const Layer* layers, int64_t num_layers, const Page* pages, const Group* groups,
-                       int64_t num_groups, const bfloat16* cos, const bfloat16* sin, int64_t tokens, bfloat16* states,
-                       bfloat16* workspace, int threads) {
+                       int64_t num_groups, const bfloat16* cos, const bfloat16* sin, int64_t tokens, const Wanted& wanted,
+                       bfloat16* states, bfloat16* workspace, int threads) {
     const int64_t width = sizes.width, dim = sizes.dim, heads = sizes.heads, kv_heads = sizes.kv_heads, inner = sizes.inner;
     const int64_t qkv_width = sizes.qkv(), kv_width = kv_heads * dim, share = heads / kv_heads;
     bfloat16* normed = workspace;
@@ -120,26 +120,35 @@ inline void run_layers(const Sizes& sizes, const Layer* layers, int64_t num_laye
         rows.push_back({of.query_indptr, of.seq_lens, of.block_indptr, of.block_ids, of.block_size, of.window});
         plans.push_back(plan_of(rows.back(), of.num_rows, kv_heads, share, threads));
     }
+    // After the last layer's K/V only the tokens that are wanted count. With a window tiles begin where a part's first token
+    // sees its first key, so that a token alone would get other last bits.
+    const bool some = wanted.tokens && tokens > FEW_ROWS && !rows[pages[num_layers - 1].group].window;
+    const int64_t at_last = some ? wanted.count : tokens;
+    Plan last_plan;
+    if (some) last_plan = plan_of(rows[pages[num_layers - 1].group], groups[pages[num_layers - 1].group].num_rows, kv_heads, share, threads, wanted);
+    const auto token_of = [&](int64_t place, bool last) { return last && some ? wanted.tokens[place] : place; };
     Team* team = nullptr;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp single
         team = new Team(omp_get_num_threads());
         thread_local Workspace own;
-        const auto linear = [&](const bfloat16* x, const bfloat16* packed, const bfloat16* bias, int64_t inputs, int64_t outputs, bfloat16* y) {
-            team->share(linear_blocks(outputs), 1,
-                        [&](int64_t block) { linear_block(x, packed, bias, tokens, outputs, inputs, y, block); });
+        const auto linear = [&](const bfloat16* x, int64_t count, const bfloat16* packed, const bfloat16* bias, int64_t inputs, int64_t outputs,
+                                bfloat16* y) {
+            team->share(linear_blocks(outputs), 1, [&](int64_t block) {
+                linear_block(x, packed, bias, count, tokens > FEW_ROWS, outputs, inputs, y, block);
+            });
         };
-        const auto gate = [&](const Layer& layer) {
+        const auto gate = [&](const Layer& layer, int64_t count) {
             if (can_gate(inner)) {
                 team->share(inner / COLUMNS, 1, [&](int64_t block) {
-                    gated_block(normed, layer.gate_up, layer.gate_up_bias, tokens, inner, width, active, block);
+                    gated_block(normed, layer.gate_up, layer.gate_up_bias, count, tokens > FEW_ROWS, inner, width, active, block);
                 });
                 return;
             }
-            linear(normed, layer.gate_up, layer.gate_up_bias, width, 2 * inner, both);
+            linear(normed, count, layer.gate_up, layer.gate_up_bias, width, 2 * inner, both);
             const int64_t chunk = 512, chunks = (inner + chunk - 1) / chunk;
-            team->share(tokens * chunks, 4, [&](int64_t item) {
+            team->share(count * chunks, 4, [&](int64_t item) {
                 const int64_t token = item / chunks, start = item % chunks * chunk;
                 const bfloat16* gates = both + token * 2 * inner + start;
                 silu_and_mul_part(gates, gates + inner, std::min(chunk, inner - start), active + token * inner + start);
@@ -153,7 +162,7 @@ inline void run_layers(const Sizes& sizes, const Layer* layers, int64_t num_laye
                 rms_norm_row(states + token * width, number ? added + token * width : nullptr, layer.input_norm, float(layer.input_eps), width,
                              normed + token * width);
             });
-            linear(normed, layer.qkv, layer.qkv_bias, width, qkv_width, qkv);
+            linear(normed, tokens, layer.qkv, layer.qkv_bias, width, qkv_width, qkv);
             team->share(tokens, 4, [&](int64_t token) {
                 bfloat16 *query = qkv + token * qkv_width, *key = query + heads * dim, *value = key + kv_width;
                 if (layer.query_norm) {
@@ -166,21 +175,30 @@ inline void run_layers(const Sizes& sizes, const Layer* layers, int64_t num_laye
             });
             const Attention<bfloat16> attention = {qkv,  qkv_width, page.keys, page.values, rows[page.group], kv_heads, share, int(dim),
                                                    float(layer.scaling), attended};
-            const Plan& plan = plans[page.group];
+            const bool last = number == num_layers - 1;
+            const Plan& plan = last && some ? last_plan : plans[page.group];
             team->share(int64_t(plan.parts.size()), 1, [&](int64_t part) { attend_part_of(attention, plan, plan.parts[part], own); });
-            linear(attended, layer.output, layer.output_bias, heads * dim, width, added);
-            team->share(tokens, 4, [&](int64_t token) {
-                rms_norm_row(states + token * width, added + token * width, layer.middle_norm, float(layer.middle_eps), width,
-                             normed + token * width);
+            const int64_t count = last ? at_last : tokens;
+            const bfloat16* mixed = attended;
+            if (last && some) {  // side by side, where queries were
+                team->share(count, 4, [&](int64_t place) {
+                    std::memcpy(qkv + place * heads * dim, attended + token_of(place, last) * heads * dim, heads * dim * sizeof *qkv);
+                });
+                mixed = qkv;
+            }
+            linear(mixed, count, layer.output, layer.output_bias, heads * dim, width, added);
+            team->share(count, 4, [&](int64_t place) {
+                rms_norm_row(states + token_of(place, last) * width, added + place * width, layer.middle_norm, float(layer.middle_eps), width,
+                             normed + place * width);
             });
-            gate(layer);
-            linear(active, layer.down, layer.down_bias, inner, width, added);
+            gate(layer, count);
+            linear(active, count, layer.down, layer.down_bias, inner, width, added);
         }
-        team->share(tokens, 4, [&](int64_t token) {
+        team->share(at_last, 4, [&](int64_t place) {
             for (int64_t i = 0; i < width; i += LANES) {
                 const int count = int(std::min<int64_t>(LANES, width - i));
-                bfloat16* to = states + token * width + i;
-                store_part(to, load_part(to, count) + load_part(added + token * width + i, count), count);
+                bfloat16* to = states + token_of(place, true) * width + i;
+                store_part(to, load_part(to, count) + load_part(added + place * width + i, count), count);
             }
         });
     }

@@ -13,14 +13,14 @@ namespace {
 #ifdef KVPLANE_LINEAR
 constexpr int COLUMNS = 2 * LANES;  // outputs of a packed block
 constexpr int MOST_ROWS = 12;       // 24 accumulators of the 32 registers
+constexpr int FEW_ROWS = 4;         // so many leave registers free: several sums of one output hide the latency of adding to one
 
 // Rows of x times one block of packed weights: (inputs / 2, COLUMNS, 2), so that each step multiplies pairs of inputs. With
-// FETCH the block after it comes nearer meanwhile.
-template <int ROWS, bool FETCH>
+// FETCH the block after it comes nearer meanwhile. Rows of MANY are added up as if they were more than FEW_ROWS.
+template <int ROWS, bool FETCH, bool MANY>
 void linear_tile(const bfloat16* x, int64_t ld_x, const bfloat16* block, const bfloat16* bias, int64_t inputs, bfloat16* y,
                  int64_t ld_y, int columns) {
-    // Few rows leave registers free: several sums of one output hide the latency of adding to one.
-    constexpr int SUMS = ROWS <= 2 ? 4 : ROWS <= 4 ? 2 : 1;
+    constexpr int SUMS = MANY || ROWS > FEW_ROWS ? 1 : ROWS <= 2 ? 4 : 2;
     __m512 acc[SUMS][ROWS][2];
     for (int s = 0; s < SUMS; s++)
         for (int r = 0; r < ROWS; r++) acc[s][r][0] = acc[s][r][1] = _mm512_setzero_ps();
@@ -64,13 +64,13 @@ void linear_tile(const bfloat16* x, int64_t ld_x, const bfloat16* block, const b
     }
 }
 
-template <int ROWS, bool FETCH>
+template <int ROWS, bool FETCH, bool MANY>
 void dispatch_tile(int rows, const bfloat16* x, int64_t ld_x, const bfloat16* block, const bfloat16* bias, int64_t inputs,
                    bfloat16* y, int64_t ld_y, int columns) {
     if (rows == ROWS)
-        linear_tile<ROWS, FETCH>(x, ld_x, block, bias, inputs, y, ld_y, columns);
+        linear_tile<ROWS, FETCH, MANY>(x, ld_x, block, bias, inputs, y, ld_y, columns);
     else if constexpr (ROWS > 1)
-        dispatch_tile<ROWS - 1, FETCH>(rows, x, ld_x, block, bias, inputs, y, ld_y, columns);
+        dispatch_tile<ROWS - 1, FETCH, MANY>(rows, x, ld_x, block, bias, inputs, y, ld_y, columns);
 }
 
 inline int64_t linear_blocks(int64_t outputs) { return (outputs + COLUMNS - 1) / COLUMNS; }
@@ -78,20 +78,22 @@ inline int64_t linear_blocks(int64_t outputs) { return (outputs + COLUMNS - 1) /
 inline int64_t linear_tiles(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
 
 // Rows of a tile. The first one waits for weights from memory, which is idle while the second has them near.
-inline void linear_rows(int64_t tile, int rows, const bfloat16* x, int64_t ld_x, const bfloat16* block, const bfloat16* bias,
+inline void linear_rows(int64_t tile, int rows, bool many, const bfloat16* x, int64_t ld_x, const bfloat16* block, const bfloat16* bias,
                         int64_t inputs, bfloat16* y, int64_t ld_y, int columns) {
-    const auto compute = tile == 1 ? dispatch_tile<MOST_ROWS, true> : dispatch_tile<MOST_ROWS, false>;
+    const auto compute = many && rows <= FEW_ROWS ? dispatch_tile<FEW_ROWS, false, true>
+                         : tile == 1              ? dispatch_tile<MOST_ROWS, true, false>
+                                                  : dispatch_tile<MOST_ROWS, false, false>;
     compute(rows, x, ld_x, block, bias, inputs, y, ld_y, columns);
 }
 
-// COLUMNS outputs of all rows.
-inline void linear_block(const bfloat16* x, const bfloat16* packed, const bfloat16* bias, int64_t rows, int64_t outputs, int64_t inputs,
-                         bfloat16* y, int64_t block) {
+// COLUMNS outputs of all rows; `many` where these are some of more than FEW_ROWS, and shall get what they get among those.
+inline void linear_block(const bfloat16* x, const bfloat16* packed, const bfloat16* bias, int64_t rows, bool many, int64_t outputs,
+                         int64_t inputs, bfloat16* y, int64_t block) {
     const int64_t column = block * COLUMNS, tiles = linear_tiles(rows);
     const int columns = int(std::min<int64_t>(COLUMNS, outputs - column));
     for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t row = rows * tile / tiles, end = rows * (tile + 1) / tiles;
-        linear_rows(tile, int(end - row), x + row * inputs, inputs, packed + column * inputs, bias ? bias + column : nullptr, inputs,
+        linear_rows(tile, int(end - row), many, x + row * inputs, inputs, packed + column * inputs, bias ? bias + column : nullptr, inputs,
                     y + row * outputs + column, outputs, columns);
     }
 }

@@ -84,6 +84,8 @@ class NativeOps(LayerOps):
                 _INT,
                 *[_POINTER] * 2,
                 _INT,
+                _POINTER,
+                _INT,
                 *[_POINTER] * 2,
                 _INT,
             )
@@ -200,13 +202,16 @@ class NativeOps(LayerOps):
         pages: Columns,
         groups: Columns,
         workspace: torch.Tensor,
+        wanted: Columns | None = None,
     ) -> None:
         """A decoder's layers one after the other; `states` become what the last one returns.
+
+        They do so for the tokens that are `wanted`, rising indices; None is all. Others' states may be anything then.
 
         Shape:
             states: (1, T, width); cos, sin: (1, T, D); bfloat16, contiguous. sizes: (5,); layers: (L, 17); pages:
             (L, 3); groups: (G, 8); int64, with the fields of `Sizes`, `Layer`, `Page` and `Group` in layers.h.
-            workspace: `layers_workspace` elements of bfloat16 or more.
+            workspace: `layers_workspace` elements of bfloat16 or more. wanted: (S,) int64.
         """
         tokens = states.shape[1]
         for tensor in (states, cos, sin, workspace):
@@ -218,6 +223,9 @@ class NativeOps(LayerOps):
         _require(states.shape[2] == sizes[0], "states as wide as the layers")
         _require(cos.shape == sin.shape == (1, tokens, sizes[3]), "a cosine and a sine for each value of a head")
         _require(workspace.numel() >= self.layers_workspace(sizes, tokens), "a workspace for all tokens")
+        if wanted is not None:
+            _require(wanted.dtype == np.int64 and wanted.flags.c_contiguous, "contiguous indices of int64")
+            _require(bool(np.all(np.diff(wanted, prepend=-1, append=tokens) > 0)), "rising indices of tokens")
         self._layers(
             sizes.ctypes.data,
             layers.ctypes.data,
@@ -228,6 +236,8 @@ class NativeOps(LayerOps):
             cos.data_ptr(),
             sin.data_ptr(),
             tokens,
+            None if wanted is None else wanted.ctypes.data,
+            0 if wanted is None else len(wanted),
             states.data_ptr(),
             workspace.data_ptr(),
             torch.get_num_threads(),

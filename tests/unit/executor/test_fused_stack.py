@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from executor_service.backends.torch_backend import TorchBackend, TorchBackendCo
 from executor_service.fused_layers import FusedLayer
 from executor_service.fused_stack import FusedStack
 from tests.unit.executor.native_builds import native_ops
-from tests.unit.executor.step_builder import Row, build_step, prompt_of, save_tiny_model
+from tests.unit.executor.step_builder import Row, Sample, build_step, prompt_of, save_tiny_model
 
 KINDS = ["llama", "qwen2", "qwen3", "mistral"]
 BLOCK = 4
@@ -86,6 +88,84 @@ def test_stack_gives_what_its_layers_give(folders: dict[str, Path], kind: str, d
     assert all(layer.stack is layers[0].stack is not None for layer in layers)
     together = logits_of(backend)
     assert all(map(torch.equal, together, one_by_one(backend)))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", ["llama-16", "llama-32", "qwen3-32", "mistral-32"])
+def test_stack_of_tokens_that_are_wanted_gives_what_layers_give(
+    folders: dict[str, Path], kind: str, threads: int
+) -> None:
+    """Rows that sample, more than once too, beside rows that do not; then none that does. K/V are written of all."""
+    backend = loaded(folders[kind], num_threads=threads)
+    twice = Sample()
+    rows = [
+        Row(prompt_of(40, 1), 0, range(1, 11), params=None),
+        Row(prompt_of(19, 2), 0, range(11, 16), forks=[twice]),
+        Row([5], 0, [16], params=None),
+        Row([7], 0, [17]),
+        Row([8, 9], 0, [18]),
+    ]
+    silent = [replace(row, params=None, forks=()) for row in rows]
+    some, none = build_step(rows, BLOCK), build_step(silent, BLOCK)
+
+    def outcome() -> list[torch.Tensor]:
+        cache = backend._ready_memory().cache.layers
+        logits = [backend.forward(some).clone(), *(layer.clone() for layer in cache)]
+        for layer in cache:
+            layer.zero_()
+        assert backend.forward(none).shape[0] == 0
+        return [*logits, *(layer.clone() for layer in cache)]
+
+    assert all(layer.stack is not None for layer in layers_of(backend))
+    together = outcome()
+    backend.initialize_kv_cache(BLOCKS)
+    for layer in layers_of(backend):
+        layer.stack = None
+    assert all(map(torch.equal, together, outcome()))
+    assert together[0].shape[0] == 4
+
+
+def test_stack_of_few_wanted_tokens_of_real_sizes_adds_up_as_layers_do(tmp_path: Path) -> None:
+    """A few rows by themselves are added up otherwise: among so many values some would be rounded otherwise, too."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 4}
+    folder = save_tiny_model(tmp_path, "llama", head_dim=64, num_hidden_layers=2, **sizes)
+    backend = loaded(folder)
+    steps = [
+        build_step([Row(prompt_of(8, 10 * seed + row), 0, [1 + 2 * row, 2 + 2 * row]) for row in range(rows)], BLOCK)
+        for rows in (1, 2, 3, 4)
+        for seed in range(1, 9)
+    ]
+    layers = layers_of(backend)
+    stack = layers[0].stack
+    assert stack is not None
+    for step in steps:
+        found = []
+        for used in (stack, None):
+            for layer in layers:
+                layer.stack = used
+            found.append(backend.forward(step).clone())
+        assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("wanted", [[3, 3], [4, 2], [-1], [5]])
+def test_run_layers_tokens_that_are_not_there_are_refused(folders: dict[str, Path], wanted: list[int]) -> None:
+    backend = loaded(folders["llama-32"])
+    stack = layers_of(backend)[0].stack
+    assert isinstance(stack, FusedStack)
+    states = torch.zeros(1, 5, 96, dtype=torch.bfloat16)
+    angles = torch.zeros(1, 5, 32, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="rising indices of tokens"):
+        native_ops().run_layers(
+            states,
+            angles,
+            angles,
+            sizes=stack._sizes,
+            layers=stack._table,
+            pages=np.zeros((len(stack._table), 3), np.int64),
+            groups=np.zeros((1, 8), np.int64),
+            workspace=torch.zeros(native_ops().layers_workspace(stack._sizes, 5), dtype=torch.bfloat16),
+            wanted=np.array(wanted, np.int64),
+        )
 
 
 @pytest.mark.parametrize("threads", [1, 3])
