@@ -46,7 +46,12 @@ def encode_extra_keys(keys: Iterable[tuple[KeyDomain, bytes]]) -> bytes:
     Returns:
         domain (1 byte), length (4 bytes little-endian), value; for each key. Empty for no keys.
     """
-    return b"".join(bytes((domain,)) + len(value).to_bytes(4, "little") + value for domain, value in keys)
+    return b"".join([encode_extra_key(domain, value) for domain, value in keys])
+
+
+def encode_extra_key(domain: KeyDomain, value: bytes) -> bytes:
+    """Encode one tagged key; the encodings of several, one after the other, are what `encode_extra_keys` gives."""
+    return bytes((domain,)) + len(value).to_bytes(4, "little") + value
 
 
 def decode_extra_keys(encoded: bytes) -> list[tuple[int, bytes]]:

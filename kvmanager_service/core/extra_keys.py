@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmanager_service.core.block_hash import KeyDomain, encode_extra_keys
+from kvmanager_service.core.block_hash import KeyDomain, encode_extra_key, encode_extra_keys
 from kvmanager_service.core.errors import invalid_parameter
 
 MIN_DIGEST_BYTES = 16
@@ -132,6 +132,9 @@ def request_keys(salt: str, tenant: str | None, lora: LoraAdapter | None) -> byt
 class SpanKeys:
     """The spans of one sequence, found by the block they lie in. Never changed: its branches have the same object.
 
+    What it costs to ask for a block's keys follows the spans in it: one that none reaches costs a bisection, and in a
+    run of blocks nothing.
+
     Args:
         spans: in order, without overlap, at least one.
     """
@@ -163,17 +166,50 @@ class SpanKeys:
             return self
         return SpanKeys(self._spans[:count]) if count else None
 
+    def beginning_before(self, position: int) -> list[PromptSpan]:
+        """Those that begin before a position, in order; the last of them may end behind it."""
+        count = bisect_right(self._stops, position)
+        if count < len(self._spans) and self._spans[count].offset < position:
+            count += 1
+        return self._spans[:count]
+
     def keys_of(self, start: int, stop: int) -> bytes:
         """The keys of the block that holds tokens [start, stop). Empty when no span reaches into it.
 
         Each is the span's place relative to `start` (4 bytes, little-endian, negative when it began before), its length
         (4 bytes) and its digest.
         """
-        keys: list[tuple[KeyDomain, bytes]] = []
         index = bisect_right(self._stops, start)
-        while index < len(self._spans) and self._spans[index].offset < stop:
+        if index == len(self._spans) or self._spans[index].offset >= stop:
+            return b""
+        return self.keys_of_blocks(start, stop, stop - start)[0]
+
+    def keys_of_blocks(self, start: int, stop: int, block_size: int) -> list[bytes]:
+        """The keys, as `keys_of`, of each block of block_size tokens that tokens [start, stop) fill."""
+        keys = [b""] * ((stop - start) // block_size)
+        for index in range(bisect_right(self._stops, start), len(self._spans)):
             span = self._spans[index]
-            place = (span.offset - start).to_bytes(4, "little", signed=True)
-            keys.append((span.domain, place + span.length.to_bytes(4, "little") + span.digest))
-            index += 1
-        return encode_extra_keys(keys)
+            if span.offset >= stop:
+                break
+            length_and_digest = span.length.to_bytes(4, "little") + span.digest
+            first = max(0, (span.offset - start) // block_size)
+            last = min(len(keys) - 1, (span.stop - 1 - start) // block_size)
+            for block in range(first, last + 1):
+                place = span.offset - start - block * block_size
+                keys[block] += encode_extra_key(
+                    span.domain, place.to_bytes(4, "little", signed=True) + length_and_digest
+                )
+        return keys
+
+
+def first_difference(mine: SpanKeys | None, yours: SpanKeys | None, num_tokens: int) -> int:
+    """The first of num_tokens tokens that something else stands behind in two sequences; -1 where there is none."""
+    if mine is yours:
+        return -1
+    mine_before = [] if mine is None else mine.beginning_before(num_tokens)
+    yours_before = [] if yours is None else yours.beginning_before(num_tokens)
+    for my_span, your_span in zip(mine_before, yours_before, strict=False):
+        if my_span is not your_span and my_span != your_span:
+            return min(my_span.offset, your_span.offset)
+    more = mine_before[len(yours_before) :] or yours_before[len(mine_before) :]
+    return more[0].offset if more else -1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from kvmanager_service.core.extra_keys import first_difference
 from kvmanager_service.core.request import Request
 
 SEED_STRIDE: Final = 0x9E3779B97F4A7C15
@@ -49,8 +50,10 @@ def require_common(parent: Request, child: Request, num_tokens: int, block_size:
     """
     if child.tokens(0, num_tokens) != parent.tokens(0, num_tokens):
         raise ValueError(f"expected {child!r} to begin with the {num_tokens} tokens of {parent!r}, got others")
-    num_keys = 1 if parent.spans is child.spans else -(-num_tokens // block_size)
-    for index in range(num_keys):
-        start, stop = index * block_size, min((index + 1) * block_size, num_tokens)
-        if child.keys_of_tokens(start, stop) != parent.keys_of_tokens(start, stop):
-            raise ValueError(f"expected {child!r} to have the extra keys of {parent!r}, got others in block {index}")
+    differs_at = -1 if child.extra_keys == parent.extra_keys else 0
+    if differs_at < 0:
+        differs_at = first_difference(child.spans, parent.spans, num_tokens)
+    if differs_at >= 0:
+        raise ValueError(
+            f"expected {child!r} to have the extra keys of {parent!r}, got others in block {differs_at // block_size}"
+        )

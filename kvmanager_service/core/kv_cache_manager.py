@@ -87,15 +87,19 @@ class KVCacheManager:
         hits: list[KVCacheBlock] = []
         parent: BlockContent | None = None
         hashes, tokens, pool = request.block_hashes, request.block_tokens, self.pool
-        extra_keys = request.keys_of_block(0, self.block_size)
-        for index in range(self._max_hits(request)):
+        extra_keys = request.extra_keys
+        num_blocks = self._max_hits(request)
+        keys = None if request.spans is None else request.keys_of_blocks(0, num_blocks, self.block_size)
+        for index in range(num_blocks):
+            if keys is not None:
+                extra_keys = keys[index]
             parent = pool.follow(parent, hashes[index], tokens[index], extra_keys)
             if parent is None:
                 break
             block = parent.block
             assert block is not None
             hits.append(block)
-            extra_keys = b"" if request.spans is None else request.keys_of_block(index + 1, self.block_size)
+            extra_keys = b""
         return hits
 
     def allocate_slots(
@@ -411,13 +415,16 @@ class KVCacheManager:
         hash_function = self.hash_function
         known = bytes(request.token_bytes[first * length : count * length])
         parent_hash = hashes[-1] if hashes else NONE_HASH
-        extra_keys = request.keys_of_block(first, size)
+        extra_keys = b"" if first else request.extra_keys
+        keys = None if request.spans is None else request.keys_of_blocks(first, count, size)
         for start in range(0, len(known), length):
+            if keys is not None:
+                extra_keys = keys[len(hashes) - first]
             tokens = known[start : start + length]
             parent_hash = hash_block_tokens(hash_function, parent_hash, tokens, extra_keys)
             hashes.append(parent_hash)
             block_tokens.append(tokens)
-            extra_keys = b"" if request.spans is None else request.keys_of_block(len(hashes), size)
+            extra_keys = b""
 
     def _note(self, request: Request, blocks: list[KVCacheBlock], moment: BlockMoment) -> None:
         """Tell the history what a request did with blocks, if there is one."""

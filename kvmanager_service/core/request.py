@@ -362,18 +362,14 @@ class Request:
             return keys
         return keys + self.spans.keys_of(index * block_size, (index + 1) * block_size)
 
-    def keys_of_tokens(self, start: int, stop: int) -> bytes:
-        """All extra keys of its tokens [start, stop), which lie in one block and are its first ones."""
-        keys = b"" if start else self.extra_keys
-        return keys if self.spans is None else keys + self.spans.keys_of(start, stop)
-
     def keys_of_blocks(self, start: int, stop: int, block_size: int) -> list[bytes]:
         """All extra keys of each of its blocks [start, stop)."""
-        if self.spans is not None:
-            return [self.keys_of_block(index, block_size) for index in range(start, stop)]
-        keys = [b""] * (stop - start)
+        if self.spans is None:
+            keys = [b""] * (stop - start)
+        else:
+            keys = self.spans.keys_of_blocks(start * block_size, stop * block_size, block_size)
         if start == 0 and stop > 0:
-            keys[0] = self.extra_keys
+            keys[0] = self.extra_keys + keys[0]
         return keys
 
     def __repr__(self) -> str:

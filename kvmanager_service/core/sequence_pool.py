@@ -12,7 +12,9 @@ first: those are two operations here, and the commit stands.)
 
 What sequences share takes no block, so blocks do not bound it: a pool has at most as many sequences as usable blocks,
 and a table entry is made by open and fork only while all tables together have fewer than `MAX_ENTRIES_PER_BLOCK` for
-each of them. What extend adds is a block's first entry, so it needs no bound of its own.
+each of them. What extend adds is a block's first entry, so it needs no bound of its own. What stands behind tokens
+takes memory, too, and no block: a span of a sequence counts as `ENTRIES_PER_SPAN` entries, whichever operation brings
+it.
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ MAX_ENTRIES_PER_BLOCK = 16
 """How often the whole pool may be shared: entries of all tables, for each usable block. An entry, with its part of the
 known tokens, takes about 100 bytes at 16 tokens a block."""
 
+ENTRIES_PER_SPAN = 3
+"""What a span counts for among them: with its digest and where it is found it takes about 300 bytes. A fork counts
+those that it has in common, as it counts the blocks."""
 
 MAX_VICTIMS = 4_096
 """Most sequences that are advised to give way for one."""
@@ -92,6 +97,7 @@ class SequencePool:
         prefix_queries: tokens that sequences were opened with, those of resumed ones left out.
         prefix_hits: those of them whose K/V was found.
         num_entries: entries of all tables.
+        num_spans: spans of all sequences.
     """
 
     def __init__(self, kv: KVCacheManager, *, isolate_tenants: bool = False) -> None:
@@ -101,6 +107,7 @@ class SequencePool:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.num_entries = 0
+        self.num_spans = 0
         self._next_seq = 0
         self._by_rank: list[Request] = []
 
@@ -134,10 +141,10 @@ class SequencePool:
             DuplicateRequestError: the id is open.
             InvalidRequestError: no token, fewer slots than tokens, or more than the pool will ever hold; a bad adapter
                 or span.
-            TooManySequencesError: there are as many sequences, or table entries, as there may be.
+            TooManySequencesError: there are as many sequences, table entries or spans as there may be.
         """
         self._require_new(sequence_id)
-        self._require_few_spans(len(spans))
+        require_few_spans(len(spans))
         new = NewRequest(
             sequence_id,
             token_bytes,
@@ -155,7 +162,8 @@ class SequencePool:
             raise invalid_parameter("token_ids", "at least one token", "none")
         num_slots = self._slots(sequence, sequence.num_tokens, num_slots)
         self._require_room(num_slots)
-        self._require_entries(self.kv.num_blocks_for(num_slots))
+        self._require_new_sequence()
+        self._require_entries(self.kv.num_blocks_for(num_slots), len(spans))
         hits = self.kv.get_computed_blocks(sequence)
         if not self.kv.allocate_slots(sequence, num_slots, hits):
             num_free_hits = sum(block.ref_cnt == 0 for block in hits)
@@ -182,13 +190,15 @@ class SequencePool:
             UnknownRequestError: no such sequence.
             InvalidRequestError: fewer slots than known tokens; a bad span, or one of other tokens.
             PoolExhaustedError: more slots than the pool will ever hold.
+            TooManySequencesError: there are as many spans as there may be.
         """
         sequence = self._known(sequence_id)
         num_tokens = sequence.num_tokens + len(token_bytes) // TOKEN_BYTES
         num_slots = self._slots(sequence, num_tokens, num_slots)
         if spans:
-            self._require_few_spans(len(spans) + (0 if sequence.spans is None else len(sequence.spans)))
+            require_few_spans(len(spans) + _num_spans(sequence))
             check_spans(spans, sequence.num_tokens, num_tokens)
+            self._require_entries(0, len(spans))
         if self.kv.num_blocks_for(num_slots) > self.kv.pool.num_usable_blocks:
             raise PoolExhaustedError(
                 "POOL_EXHAUSTED",
@@ -205,6 +215,7 @@ class SequencePool:
         sequence.num_tokens = num_tokens
         if spans:
             sequence.spans = SpanKeys(spans) if sequence.spans is None else sequence.spans.and_then(spans)
+            self.num_spans += len(spans)
         self.num_entries += len(sequence.blocks) - before
         first = before if not copies else sequence.num_computed_tokens // self.kv.block_size
         return TableChange(
@@ -242,7 +253,7 @@ class SequencePool:
             UnknownRequestError: no such sequence.
             DuplicateRequestError: the new id is open.
             InvalidRequestError: more tokens than were committed, none, or a part of a span's.
-            TooManySequencesError: there are as many sequences, or table entries, as there may be.
+            TooManySequencesError: there are as many sequences, table entries or spans as there may be.
         """
         parent = self._known(sequence_id)
         self._require_new(new_sequence_id)
@@ -250,7 +261,8 @@ class SequencePool:
         if not 1 <= num_tokens <= parent.num_computed_tokens:
             raise invalid_parameter("num_tokens", f"1 to {parent.num_computed_tokens} (committed)", num_tokens)
         spans = None if parent.spans is None else self._spans_before(parent.spans, num_tokens)
-        self._require_entries(self.kv.num_blocks_for(num_tokens))
+        self._require_new_sequence()
+        self._require_entries(self.kv.num_blocks_for(num_tokens), 0 if spans is None else len(spans))
         new = NewRequest(new_sequence_id, parent.tokens(0, num_tokens), _NO_TOKENS_TO_COME, priority=priority)
         child = Request(new, self._next_seq)
         child.extra_keys = parent.extra_keys
@@ -263,6 +275,7 @@ class SequencePool:
         """End a sequence; its cached blocks can be hit until they are needed. Raises UnknownRequestError."""
         sequence = self._known(sequence_id)
         self.num_entries -= len(sequence.blocks)
+        self.num_spans -= _num_spans(sequence)
         self.kv.free(sequence)
         del self.sequences[sequence_id]
         del self._by_rank[bisect_left(self._by_rank, _rank(sequence), key=_rank)]
@@ -279,11 +292,14 @@ class SequencePool:
         assert self._by_rank == sorted(self.sequences.values(), key=_rank), "sequences are out of order"
         entries = sum(len(sequence.blocks) for sequence in self.sequences.values())
         assert self.num_entries == entries, f"{entries} table entries, counted {self.num_entries}"
+        spans = sum(map(_num_spans, self.sequences.values()))
+        assert self.num_spans == spans, f"{spans} spans, counted {self.num_spans}"
 
     def _add(self, sequence: Request) -> None:
         self._next_seq += 1
         self.sequences[sequence.request_id] = sequence
         self.num_entries += len(sequence.blocks)
+        self.num_spans += _num_spans(sequence)
         insort(self._by_rank, sequence, key=_rank)
 
     def _known(self, sequence_id: str) -> Request:
@@ -315,30 +331,30 @@ class SequencePool:
                 num_blocks=usable,
             )
 
-    def _require_entries(self, num_entries: int) -> None:
+    def _require_new_sequence(self) -> None:
         usable = self.kv.pool.num_usable_blocks
-        most = usable * MAX_ENTRIES_PER_BLOCK
         if len(self.sequences) >= usable:
-            expected, got = f"fewer than {usable} open sequences (one for each block)", len(self.sequences)
-        elif self.num_entries + num_entries > most:
-            expected = f"at most {most} entries in all block tables ({MAX_ENTRIES_PER_BLOCK} for each block)"
-            got = self.num_entries + num_entries
-        else:
-            return
-        raise TooManySequencesError(
+            raise self._too_many(f"fewer than {usable} open sequences (one for each block)", len(self.sequences))
+
+    def _require_entries(self, num_entries: int, num_spans: int) -> None:
+        """Require room for so many more entries and spans."""
+        most = self.kv.pool.num_usable_blocks * MAX_ENTRIES_PER_BLOCK
+        entries = self.num_entries + num_entries + ENTRIES_PER_SPAN * (self.num_spans + num_spans)
+        if entries > most:
+            counted = f", {ENTRIES_PER_SPAN} counted for each span" if self.num_spans + num_spans else ""
+            raise self._too_many(
+                f"at most {most} entries in all block tables ({MAX_ENTRIES_PER_BLOCK} for each block{counted})", entries
+            )
+
+    def _too_many(self, expected: str, got: int) -> TooManySequencesError:
+        return TooManySequencesError(
             "TOO_MANY_SEQUENCES",
             f"expected {expected}, got {got}; close a sequence, or open a larger pool",
             num_sequences=len(self.sequences),
             num_entries=self.num_entries,
-            num_blocks=usable,
+            num_spans=self.num_spans,
+            num_blocks=self.kv.pool.num_usable_blocks,
         )
-
-    @staticmethod
-    def _require_few_spans(num_spans: int) -> None:
-        if num_spans > MAX_SPANS:
-            raise invalid_parameter(
-                "spans", f"at most {MAX_SPANS} in a sequence", num_spans, "let one digest stand for those side by side"
-            )
 
     @staticmethod
     def _spans_before(spans: SpanKeys, num_tokens: int) -> SpanKeys | None:
@@ -387,9 +403,30 @@ class SequencePool:
         )
 
 
+def require_few_spans(num_spans: int) -> None:
+    """Raise InvalidRequestError for more spans than a sequence may have."""
+    if num_spans > MAX_SPANS:
+        raise invalid_parameter(
+            "spans", f"at most {MAX_SPANS} in a sequence", num_spans, "let one digest stand for those side by side"
+        )
+
+
+def _num_spans(sequence: Request) -> int:
+    return 0 if sequence.spans is None else len(sequence.spans)
+
+
 def _rank(sequence: Request) -> tuple[int, int]:
     """Who comes first: the lowest priority value, then whoever was opened first."""
     return sequence.priority, sequence.arrival_seq
 
 
-__all__ = ["MAX_ENTRIES_PER_BLOCK", "MAX_SPANS", "MAX_VICTIMS", "BlockShortage", "SequencePool", "TableChange"]
+__all__ = [
+    "ENTRIES_PER_SPAN",
+    "MAX_ENTRIES_PER_BLOCK",
+    "MAX_SPANS",
+    "MAX_VICTIMS",
+    "BlockShortage",
+    "SequencePool",
+    "TableChange",
+    "require_few_spans",
+]

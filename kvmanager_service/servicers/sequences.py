@@ -19,7 +19,13 @@ from kvmanager_service.core.block_hash import KeyDomain
 from kvmanager_service.core.errors import CoreError, invalid_parameter
 from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan
 from kvmanager_service.core.request import TOKEN_BYTES
-from kvmanager_service.core.sequence_pool import MAX_SPANS, BlockShortage, SequencePool, TableChange
+from kvmanager_service.core.sequence_pool import (
+    MAX_SPANS,
+    BlockShortage,
+    SequencePool,
+    TableChange,
+    require_few_spans,
+)
 from kvmanager_service.errors import BatchTooLargeError, to_status
 from kvmanager_service.field_checks import MAX_SALT_CHARS, MAX_TENANT_CHARS
 from kvmanager_service.sequence_pools import OpenedPool, PoolSpec, SequencePools
@@ -213,9 +219,13 @@ def _tokens(column: common_pb2.Int32Array) -> bytes:
 
 
 def _spans(messages: Sequence[pb.TokenSpan]) -> Sequence[PromptSpan]:
-    """What stands behind tokens. Raises InvalidRequestError for a kind that is not known; the pool checks the rest."""
+    """What stands behind tokens. Raises InvalidRequestError for a kind that is not known; the pool checks the rest.
+
+    More than any sequence may have are refused before they are looked at.
+    """
     if not messages:
         return ()
+    require_few_spans(len(messages))
     spans = []
     for index, message in enumerate(messages):
         domain = _SPAN_DOMAINS.get(message.kind)

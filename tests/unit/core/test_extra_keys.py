@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kvmanager_service.core.block_hash import KeyDomain, encode_extra_keys
+from kvmanager_service.core import extra_keys
+from kvmanager_service.core.block_hash import KeyDomain, encode_extra_key, encode_extra_keys
 from kvmanager_service.core.block_tag import decode_tag, encode_tag
 from kvmanager_service.core.errors import InvalidRequestError
-from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan, SpanKeys, request_keys
+from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan, SpanKeys, first_difference, request_keys
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import Request
 from tests.unit.core.builders import block_ids, make_kv, make_new, make_request, make_scheduler, run_step
@@ -138,6 +141,76 @@ def test_span_keys_lie_on_the_blocks_the_item_covers_with_its_place_in_each() ->
     )
     assert spans.keys_of(12, 16) == b""
     assert spans.keys_of(0, 2) == spans.keys_of(8, 9) == b"", "a span begins where the block ends"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_span_keys_of_a_run_of_blocks_are_those_of_each(seed: int) -> None:
+    """Against the plain way: every block is held against every span."""
+    draw = random.Random(seed)
+    spans, position = [], 0
+    for _ in range(draw.randint(1, 12)):
+        position += draw.choice((0, 0, 1, 3, 9))
+        length = draw.randint(1, 11)
+        spans.append(PromptSpan(draw.choice((IMAGE, EMBEDDING)), bytes([draw.randint(0, 2)]) * 16, position, length))
+        position += length
+    block_size = draw.choice((1, 3, 4, 16))
+
+    def plain(start: int) -> bytes:
+        return encode_extra_keys(
+            [
+                (
+                    span.domain,
+                    (span.offset - start).to_bytes(4, "little", signed=True)
+                    + span.length.to_bytes(4, "little")
+                    + span.digest,
+                )
+                for span in spans
+                if span.offset < start + block_size and span.stop > start
+            ]
+        )
+
+    keys, num_blocks = SpanKeys(spans), position // block_size + 2
+    first = draw.randrange(num_blocks)
+    expected = [plain(index * block_size) for index in range(first, num_blocks)]
+    assert keys.keys_of_blocks(first * block_size, num_blocks * block_size, block_size) == expected, seed
+    assert [
+        keys.keys_of(index * block_size, (index + 1) * block_size) for index in range(first, num_blocks)
+    ] == expected, seed
+
+
+@pytest.mark.patches_core
+def test_span_keys_only_blocks_with_a_span_cost_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image in a long prompt: to hash, find and commit its other blocks nothing is encoded."""
+    encoded: list[KeyDomain] = []
+
+    def counting(domain: KeyDomain, value: bytes) -> bytes:
+        encoded.append(domain)
+        return encode_extra_key(domain, value)
+
+    monkeypatch.setattr(extra_keys, "encode_extra_key", counting)
+    kv, prompt, spans = make_kv(1_001), [5] * 4_000, [image(CAT, 402, 6), image(DOG, 801, 2)]
+    filled(kv, prompt, spans=spans)
+    assert hits(kv, prompt, spans=spans) == 999
+    num_uses, num_blocks_with_one = 4, 3  # hashed, looked up, committed; hashed and looked up again
+    assert len(encoded) <= (num_uses + 1) * num_blocks_with_one
+
+
+def test_first_difference_is_where_the_first_span_begins_that_only_one_has() -> None:
+    cat, dog = image(CAT, 2), image(DOG, 9, 2)
+    both = SpanKeys([cat, dog])
+    assert first_difference(both, both, 20) == -1
+    assert first_difference(both, SpanKeys([replace(cat), dog]), 20) == -1
+    assert first_difference(None, None, 20) == -1
+    for one, other, num_tokens, where in (
+        (both, None, 20, 2),
+        (both, None, 3, 2),
+        (both, None, 2, -1),
+        (both, SpanKeys([cat]), 20, 9),
+        (both, SpanKeys([cat]), 9, -1),
+        (both, SpanKeys([image(DOG, 2), dog]), 20, 2),
+        (both, SpanKeys([image(CAT, 1), dog]), 20, 1),
+    ):
+        assert first_difference(one, other, num_tokens) == first_difference(other, one, num_tokens) == where
 
 
 def test_span_keys_prompt_moved_by_whole_blocks_has_the_same_keys() -> None:

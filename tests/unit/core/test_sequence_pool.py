@@ -7,7 +7,7 @@ import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import hypothesis.strategies as st
 import pytest
@@ -28,6 +28,7 @@ from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import Request
 from kvmanager_service.core.sequence_pool import (
+    ENTRIES_PER_SPAN,
     MAX_ENTRIES_PER_BLOCK,
     MAX_SPANS,
     MAX_VICTIMS,
@@ -56,7 +57,7 @@ def table(change: TableChange | BlockShortage) -> list[int]:
     return values.tolist()
 
 
-def opened(pool: SequencePool, name: str, length: int, **options: int) -> list[int]:
+def opened(pool: SequencePool, name: str, length: int, **options: Any) -> list[int]:
     """A sequence of its own tokens, all committed."""
     begin = (len(pool.sequences) + 1) * 1_000
     change = pool.open(name, tokens(range(begin, begin + length)), **options)
@@ -456,6 +457,43 @@ def test_what_sequences_share_is_bounded(way: str) -> None:
     assert pool.num_entries == most
     pool.check_integrity()
     assert isinstance(pool.extend("a", tokens(range(BLOCK))), TableChange), "what takes blocks is bounded by them"
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("way", ["open", "extend", "fork"])
+def test_what_stands_behind_tokens_is_bounded(way: str) -> None:
+    """A span takes memory and no block, so blocks do not bound it either; it is counted whichever way it comes."""
+    pool = SequencePool(KVCacheManager(1 + 64, 16))
+    most, length = 64 * MAX_ENTRIES_PER_BLOCK, 32
+    spans = [PromptSpan(IMAGE, CAT, offset, 1) for offset in range(length)]
+    opened(pool, "a", length, spans=spans)
+
+    def bring(name: str) -> TableChange | BlockShortage:
+        if way == "fork":
+            return pool.fork("a", name)
+        if way == "open":
+            return pool.open(name, tokens(range(length)), spans=spans)
+        pool.open(name, tokens([1]))
+        return pool.extend(name, tokens(range(length)), spans=[replace(span, offset=span.offset + 1) for span in spans])
+
+    each = (3 if way == "extend" else 2) + ENTRIES_PER_SPAN * length
+    num_more = (most - 2 - ENTRIES_PER_SPAN * length) // each
+    for number in range(num_more):
+        assert isinstance(bring(f"b{number}"), TableChange)
+        pool.check_integrity()
+    before = (len(pool.sequences), pool.num_entries, pool.num_spans, pool.kv.pool.num_free_blocks)
+    with pytest.raises(
+        TooManySequencesError, match=f"at most {most} entries .* {ENTRIES_PER_SPAN} counted for each"
+    ) as caught:
+        bring("c")
+    assert caught.value.metadata["num_spans"] == str(pool.num_spans) == str((1 + num_more) * length)
+    if way == "extend":
+        pool.close("c")
+    assert (len(pool.sequences), pool.num_entries, pool.num_spans, pool.kv.pool.num_free_blocks) == before
+    pool.check_integrity()
+    pool.close("b0")
+    assert isinstance(bring("c"), TableChange), "what has ended takes nothing"
+    assert isinstance(pool.extend("a", tokens([1])), TableChange), "tokens without spans go on"
     pool.check_integrity()
 
 

@@ -366,7 +366,8 @@ Global___TokenSpan: typing_extensions.TypeAlias = TokenSpan
 class OpenSequence(google.protobuf.message.Message):
     """OpenSequence begins a sequence: its longest cached prefix is found, and blocks for the rest are taken. One that is longer than
     the whole pool gets INVALID_ARGUMENT, SEQUENCE_TOO_LONG. A pool has at most as many sequences as blocks (without the null block),
-    and 16 times as many entries in all block tables together; beyond that open gets RESOURCE_EXHAUSTED, TOO_MANY_SEQUENCES.
+    and 16 times as many entries in all block tables together, where each span of a sequence counts as 3; beyond that open gets
+    RESOURCE_EXHAUSTED, TOO_MANY_SEQUENCES.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -461,7 +462,7 @@ class ExtendSequence(google.protobuf.message.Message):
     @property
     def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenSpan]:
         """spans are what these token_ids stand for, such as an image in a later turn of a chat. With those before them at most
-        SequencePoolInfo.max_spans.
+        SequencePoolInfo.max_spans; TOO_MANY_SEQUENCES as for open.
         """
 
     def __init__(
