@@ -38,11 +38,13 @@ MAX_SOURCE_CHARS = 4096
 
 _ERRORS: dict[grpc.StatusCode, type[CoreError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.NOT_FOUND: UnknownAdapterError,
     grpc.StatusCode.ALREADY_EXISTS: DuplicateAdapterError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: AdapterLimitError,
     grpc.StatusCode.FAILED_PRECONDITION: PreconditionError,
 }
-"""What an operator is told of an executor's refusal. Its messages speak of the same fields."""
+"""What an operator is told of an executor's refusal, whichever of `REFUSALS` it is. Its messages speak of the same
+fields."""
 
 _IN_THE_WAY = frozenset((grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED))
 """Refusals that come of adapters which the executor has already."""
@@ -183,8 +185,7 @@ class Adapters:
             try:
                 adapter = await self._load_beside_no_stranger(lender, name, source)
             except ExecutorRefusedError as refused:
-                error = _ERRORS.get(refused.code, InvalidRequestError)
-                raise error(refused.reason, str(refused), **refused.metadata) from refused
+                raise _ERRORS[refused.code](refused.reason, str(refused), **refused.metadata) from refused
             except ExecutorLostError as lost:
                 raise _executor_lost(lost) from lost
             if self._lender is not lender:
@@ -213,7 +214,10 @@ class Adapters:
             if not strangers or self._lender is not lender:
                 raise
         for stranger in strangers:
-            await _unload_from(connection, stranger.name)
+            try:
+                await _unload_from(connection, stranger.name)
+            except ExecutorRefusedError as refused:
+                raise refused.because(f"adapter {stranger.name!r} is in the way and cannot be unloaded") from refused
             _log.info("adapter_left_over_unloaded", adapter=stranger.name, revision=stranger.revision)
         return await connection.load_adapter(name, source)
 
@@ -252,7 +256,8 @@ async def settle_adapters(
         wanted: which; None keeps what it has, for nobody knows of any yet.
 
     Returns:
-        What it holds: all that are wanted but those that it refused, which the log names.
+        What it holds: all that are wanted but those that it refused, which the log names. What it does not let go of,
+        which the log names, too, is in nobody's way but that of a wanted one with the same name or no room.
 
     Raises:
         ExecutorLostError: a call failed.
@@ -267,7 +272,10 @@ async def settle_adapters(
     revisions = {adapter.name: adapter.revision for adapter in wanted}
     for adapter in held.values():
         if revisions.get(adapter.name) != adapter.revision:
-            await _unload_from(connection, adapter.name)
+            try:
+                await _unload_from(connection, adapter.name)
+            except ExecutorRefusedError as refused:
+                _log.warning("adapter_not_unloaded", adapter=adapter.name, reason=str(refused))
     settled = []
     for adapter in wanted:
         known = held.get(adapter.name)
@@ -282,12 +290,16 @@ async def settle_adapters(
 
 
 async def _unload_from(connection: ExecutorConnection, name: str) -> None:
-    """Have an executor let go of an adapter that it said it has. Raises ExecutorLostError if it does not."""
+    """Have an executor let go of an adapter that it said it has. That somebody else was faster is no refusal.
+
+    Raises:
+        ExecutorRefusedError, ExecutorLostError: as `ExecutorConnection.unload_adapter`.
+    """
     try:
         await connection.unload_adapter(name)
     except ExecutorRefusedError as refused:
-        if refused.code is not grpc.StatusCode.NOT_FOUND:  # somebody else was faster
-            raise ExecutorLostError(f"it does not unload adapter {name!r}: {refused}") from refused
+        if refused.code is not grpc.StatusCode.NOT_FOUND:
+            raise
 
 
 def adapter_lost(adapter: LoadedAdapter) -> CoreError:

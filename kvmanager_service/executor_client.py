@@ -78,6 +78,10 @@ class ExecutorRefusedError(Exception):
         self.reason = info.reason
         self.metadata = dict(info.metadata)
 
+    def because(self, what: str) -> ExecutorRefusedError:
+        """The same refusal, told of what it kept from being done."""
+        return ExecutorRefusedError(self.code, ErrorInfo(reason=self.reason, metadata=self.metadata), f"{what}: {self}")
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
@@ -342,7 +346,7 @@ def _lost(error: grpc.aio.AioRpcError) -> ExecutorLostError:
     return ExecutorGoneError(message) if _reason(error) in REASONS_OF_ITS_OWN else ExecutorLostError(message)
 
 
-_REFUSALS = frozenset(
+REFUSALS = frozenset(
     {
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.NOT_FOUND,
@@ -351,6 +355,7 @@ _REFUSALS = frozenset(
         grpc.StatusCode.FAILED_PRECONDITION,
     }
 )
+"""Codes of an `ExecutorRefusedError`."""
 
 
 async def _asked(call: Awaitable[_T]) -> _T:
@@ -370,7 +375,7 @@ async def _asked(call: Awaitable[_T]) -> _T:
 def _refused_or_lost(error: grpc.aio.AioRpcError) -> ExecutorRefusedError | ExecutorLostError:
     """What a call that failed says of what was asked, or of its executor."""
     info = _error_info(error)
-    if error.code() in _REFUSALS and info.reason and info.reason not in REASONS_OF_ITS_OWN:
+    if error.code() in REFUSALS and info.reason and info.reason not in REASONS_OF_ITS_OWN:
         return ExecutorRefusedError(error.code(), info, error.details() or "")
     return _lost(error)
 

@@ -11,16 +11,24 @@ import pytest
 from google.rpc.error_details_pb2 import ErrorInfo
 
 from kvmanager_service.adapters import AdapterBook, Adapters, settle_adapters
-from kvmanager_service.core.errors import InvalidRequestError
+from kvmanager_service.core.errors import CoreError, InvalidRequestError
 from kvmanager_service.core.extra_keys import LoraAdapter
 from kvmanager_service.errors import (
     AdapterInUseError,
     AdapterLimitError,
     DuplicateAdapterError,
+    PreconditionError,
     UnavailableError,
     UnknownAdapterError,
+    to_status,
 )
-from kvmanager_service.executor_client import ExecutorConnection, ExecutorLostError, ExecutorRefusedError, LoadedAdapter
+from kvmanager_service.executor_client import (
+    REFUSALS,
+    ExecutorConnection,
+    ExecutorLostError,
+    ExecutorRefusedError,
+    LoadedAdapter,
+)
 
 
 def adapter(name: str, revision: str = "r1", adapter_id: int = 1) -> LoadedAdapter:
@@ -236,8 +244,9 @@ async def test_load_says_so_when_the_executor_does_not_let_go_of_what_is_in_the_
     connection = FakeConnection(adapter("a", "r9"))
     connection.fail["unload a"] = refusal(grpc.StatusCode.FAILED_PRECONDITION, "SOMETHING")
     adapters, users = lent(connection)
-    with pytest.raises(UnavailableError, match="does not unload adapter 'a'"):
+    with pytest.raises(PreconditionError, match="adapter 'a' is in the way and cannot be unloaded: ") as caught:
         await adapters.load("a", "/another")
+    assert caught.value.reason == "SOMETHING", "what the executor said, and not that it was lost"
     assert users.adapters.all() == []
 
 
@@ -282,13 +291,36 @@ async def test_settle_leaves_out_what_the_executor_refuses() -> None:
         await settle_adapters(cast("ExecutorConnection", connection), 4, [adapter("a")])
 
 
-async def test_settle_what_somebody_else_has_unloaded_is_no_fault_and_another_refusal_is_the_executors() -> None:
-    connection = FakeConnection(adapter("gone"), adapter("a"))
-    connection.fail["unload gone"] = refusal(grpc.StatusCode.NOT_FOUND, "UNKNOWN_ADAPTER")
-    assert await settle_adapters(cast("ExecutorConnection", connection), 4, [adapter("a")]) == [adapter("a")]
-    connection.fail["unload gone"] = refusal(grpc.StatusCode.FAILED_PRECONDITION, "SOMETHING")
-    with pytest.raises(ExecutorLostError, match="does not unload adapter 'gone'"):
+async def test_settle_what_is_not_unloaded_is_no_fault_of_the_executor() -> None:
+    """Somebody else was faster, or it refuses: no request names it, so it is in nobody's way."""
+    for code, reason in (
+        (grpc.StatusCode.NOT_FOUND, "UNKNOWN_ADAPTER"),
+        (grpc.StatusCode.FAILED_PRECONDITION, "SOMETHING"),
+    ):
+        connection = FakeConnection(adapter("gone"), adapter("a"))
+        connection.fail["unload gone"] = refusal(code, reason)
+        assert await settle_adapters(cast("ExecutorConnection", connection), 4, [adapter("a")]) == [adapter("a")]
+    connection.fail["unload gone"] = ExecutorLostError("it went")
+    with pytest.raises(ExecutorLostError):
         await settle_adapters(cast("ExecutorConnection", connection), 4, [adapter("a")])
+
+
+async def test_settle_leaves_out_an_adapter_whose_name_the_executor_does_not_let_go_of() -> None:
+    connection = FakeConnection(adapter("a", "old"))
+    connection.fail["unload a"] = refusal(grpc.StatusCode.FAILED_PRECONDITION, "SOMETHING")
+    connection.fail["load a"] = refusal(grpc.StatusCode.ALREADY_EXISTS, "ADAPTER_EXISTS")
+    held = await settle_adapters(cast("ExecutorConnection", connection), 4, [adapter("a", "new"), adapter("b")])
+    assert [one.name for one in held] == ["b"]
+
+
+@pytest.mark.parametrize("code", sorted(REFUSALS, key=lambda code: code.name))
+async def test_load_a_refusal_is_told_as_what_it_is(code: grpc.StatusCode) -> None:
+    connection = FakeConnection()
+    connection.fail["load a"] = refusal(code, "SOMETHING")
+    adapters, _ = lent(connection)
+    with pytest.raises(CoreError) as caught:
+        await adapters.load("a", "/a")
+    assert to_status(caught.value).code is code
 
 
 async def test_settle_keeps_what_the_first_executor_has_and_asks_none_without_room() -> None:
