@@ -102,12 +102,16 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class PinView:
-    """One pinned prefix; `PinnedPrefix` on the wire. `num_blocks` is full ones, of which it holds `held_blocks` now."""
+    """One pinned prefix; `PinnedPrefix` on the wire. `num_blocks` is full ones, of which it holds `held_blocks` now.
+
+    `extra_keys` is what decides its K/V beside tokens; see `core.block_hash.encode_extra_keys`.
+    """
 
     name: str
     num_tokens: int
     num_blocks: int
     held_blocks: int
+    extra_keys: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

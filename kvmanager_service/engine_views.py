@@ -123,7 +123,7 @@ def _first_table(request: Request) -> bytes:
 
 def pin_view(pin: PinnedPrefix) -> PinView:
     """One pin as it stands."""
-    return PinView(pin.name, pin.num_tokens, len(pin.block_hashes), len(pin.blocks))
+    return PinView(pin.name, pin.num_tokens, len(pin.block_hashes), len(pin.blocks), pin.extra_keys)
 
 
 def pins_view(pins: PinnedPrefixes) -> PinsView:

@@ -124,7 +124,7 @@ def _fill(message: pb.KvEvent, event: BlockEvent, *, with_tokens: bool, with_key
         removed.medium = pb.KV_MEDIUM_DEVICE
 
 
-def fill_keys(message: pb.KvBlockStored | pb.BlockRecord, encoded: bytes) -> None:
+def fill_keys(message: pb.KvBlockStored | pb.BlockRecord | pb.PinnedPrefix, encoded: bytes) -> None:
     """Tell a content's keys. What stands behind tokens is none of them here: no request of an executor has that."""
     for domain, value in decode_extra_keys(encoded):
         field = _KEY_FIELDS.get(domain)

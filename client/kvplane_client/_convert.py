@@ -128,7 +128,8 @@ def _pool_from(pool: manager_pb.PoolStats) -> mt.PoolStats:
 
 def pin_from(pin: manager_pb.PinnedPrefix) -> mt.PinnedPrefix:
     """Returns one pin."""
-    return mt.PinnedPrefix(pin.name, pin.num_tokens, pin.num_blocks, pin.held_blocks)
+    keys = _keys_from(pin.keys) if pin.HasField("keys") else None
+    return mt.PinnedPrefix(pin.name, pin.num_tokens, pin.num_blocks, pin.held_blocks, keys)
 
 
 def adapter_from(adapter: manager_pb.LoraAdapter) -> mt.LoraAdapter:

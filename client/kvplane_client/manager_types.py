@@ -130,12 +130,14 @@ class PinnedPrefix:
         num_tokens: Tokens of the prefix.
         num_blocks: Full blocks of it, which are what is pinned.
         held_blocks: How many of them are held now; the rest is not cached yet, or any more.
+        keys: What the requests that share it have in common beside its tokens; None for nothing.
     """
 
     name: str
     num_tokens: int
     num_blocks: int
     held_blocks: int
+    keys: KvBlockKeys | None = None
 
 
 @dataclass(frozen=True, slots=True)

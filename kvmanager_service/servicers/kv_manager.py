@@ -299,9 +299,11 @@ def _to_request_info(view: RequestView) -> pb.RequestInfo:
 
 
 def _to_pinned_prefix(view: PinView) -> pb.PinnedPrefix:
-    return pb.PinnedPrefix(
+    message = pb.PinnedPrefix(
         name=view.name, num_tokens=view.num_tokens, num_blocks=view.num_blocks, held_blocks=view.held_blocks
     )
+    fill_keys(message, view.extra_keys)
+    return message
 
 
 def _to_lora_adapter(view: AdapterView) -> pb.LoraAdapter:

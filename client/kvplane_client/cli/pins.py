@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from kvplane_client.cli import options as opt
-from kvplane_client.cli.output import escaped, out_console, print_json, visible
+from kvplane_client.cli.output import escaped, keys_told, out_console, print_json, visible
 from kvplane_client.cli.session import session
 from kvplane_client.manager_types import PinnedPrefix
 
@@ -78,7 +79,9 @@ def unpin(
 def pins(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: opt.JsonFlag = False) -> None:
     """List pinned prefixes: how many blocks each names, and how many of them are held now.
 
-    A pin lacks what is not cached yet, or was let go of for a request.
+    A pin lacks what is not cached yet, or was let go of for a request. Where
+    pins are of a salt, a tenant or an adapter, "shared under" says of which:
+    only requests with the same can hit them.
 
     Examples:
       kvplane pins
@@ -93,13 +96,7 @@ def pins(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: op
     if not pinned.pins:
         out_console().print(f"nothing is pinned; pins may name {pinned.max_blocks} blocks")
         return
-    table = Table(box=None)
-    table.add_column("pin", overflow="fold")
-    for column in ("tokens", "blocks", "held"):
-        table.add_column(column, justify="right")
-    for one in pinned.pins:
-        table.add_row(escaped(one.name), str(one.num_tokens), str(one.num_blocks), str(one.held_blocks))
-    out_console().print(table)
+    out_console().print(_table(pinned.pins))
     out_console().print(f"pins may name {pinned.max_blocks} blocks in all", style="dim")
 
 
@@ -116,6 +113,20 @@ def _prefix(prefix: str | None, token_ids: str | None) -> str | list[int]:
     if not prefix:
         raise typer.BadParameter("the prefix is empty")
     return prefix
+
+
+def _table(pinned: Sequence[PinnedPrefix]) -> Table:
+    has_keys = any(one.keys is not None for one in pinned)
+    table = Table(box=None)
+    table.add_column("pin", overflow="fold")
+    for column in ("tokens", "blocks", "held"):
+        table.add_column(column, justify="right")
+    if has_keys:
+        table.add_column("shared under", overflow="fold")
+    for one in pinned:
+        shared = (escaped("" if one.keys is None else keys_told(one.keys)),) if has_keys else ()
+        table.add_row(escaped(one.name), str(one.num_tokens), str(one.num_blocks), str(one.held_blocks), *shared)
+    return table
 
 
 def _told(pinned: PinnedPrefix) -> str:

@@ -342,7 +342,13 @@ ADAPTERS = manager_pb.ListAdaptersResponse(
 PINS = manager_pb.ListPinnedPrefixesResponse(
     pins=[
         manager_pb.PinnedPrefix(name="system", num_tokens=70, num_blocks=4, held_blocks=3),
-        manager_pb.PinnedPrefix(name="[b]", num_tokens=16, num_blocks=1, held_blocks=1),
+        manager_pb.PinnedPrefix(
+            name="[b]",
+            num_tokens=16,
+            num_blocks=1,
+            held_blocks=1,
+            keys=manager_pb.KvBlockKeys(cache_salt="s", tenant="", lora_id="[l]", lora_revision="r1"),
+        ),
     ],
     max_blocks=25,
 )

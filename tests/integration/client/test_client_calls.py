@@ -189,6 +189,7 @@ async def test_pins_are_made_listed_and_unmade(client: AsyncClient, manager: Scr
     ]
     everything = await client.list_pinned_prefixes()
     assert (everything.max_blocks, [one.name for one in everything.pins]) == (25, ["system", "[b]"])
+    assert [one.keys for one in everything.pins] == [None, KvBlockKeys("s", "", "[l]", "r1")]
     await client.unpin_prefix("system")
     manager.scripts.unary["UnpinPrefix"] = [fail(grpc.StatusCode.NOT_FOUND, "no pin", "PIN_NOT_FOUND")]
     with pytest.raises(NotFoundError, match="no pin"):

@@ -207,11 +207,16 @@ def test_unpin_and_pins(cli: Cli, threaded_manager: ThreadedManager) -> None:
     assert lines(cli("unpin", "system", "--json")) == [{"unpinned": "system"}]
     assert [one.name for one in threaded_manager.scripts.of("UnpinPrefix")] == ["system", "system"]
     plain, (document,) = cli("pins"), lines(cli("pins", "--json"))
-    assert [line.split() for line in plain.stdout.splitlines()[1:3]] == [
-        ["system", "70", "4", "3"], ["[b]", "16", "1", "1"],
-    ]  # fmt: skip
+    assert [line.split() for line in plain.stdout.splitlines()[:3]] == [
+        ["pin", "tokens", "blocks", "held", "shared", "under"],
+        ["system", "70", "4", "3"],
+        ["[b]", "16", "1", "1", "tenant=", "salt=s", "adapter=[l]", "revision=r1"],
+    ]
     assert "25 blocks in all" in plain.stdout
     assert (document["max_blocks"], document["pins"][1]["name"]) == (25, "[b]")
+    assert [one["keys"] for one in document["pins"]] == [
+        None, {"cache_salt": "s", "tenant": "", "lora_id": "[l]", "lora_revision": "r1"},
+    ]  # fmt: skip
     nothing = manager_pb.ListPinnedPrefixesResponse(max_blocks=25)
     threaded_manager.scripts.unary["ListPinnedPrefixes"] = [
         lambda request, context: succeed_with(nothing, request, context)
@@ -694,6 +699,7 @@ ACTIVE = {"state": registry_pb.EXECUTOR_STATE_ACTIVE}
     ("command", "method", "response"),
     [
         (["pins"], "ListPinnedPrefixes", manager_pb.ListPinnedPrefixesResponse(pins=[{"name": HOSTILE}])),
+        (["pins"], "ListPinnedPrefixes", manager_pb.ListPinnedPrefixesResponse(pins=[{"keys": {"lora_id": HOSTILE}}])),
         (["adapter", "list"], "ListAdapters", manager_pb.ListAdaptersResponse(adapters=[{"name": HOSTILE}])),
         (["adapter", "load", "x", "y"], "LoadAdapter", manager_pb.LoadAdapterResponse(adapter={"name": HOSTILE})),
         (["requests"], "ListRequests", manager_pb.ListRequestsResponse(requests=[{"adapter": HOSTILE, **RUNNING}])),

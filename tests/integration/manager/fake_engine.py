@@ -125,7 +125,7 @@ class FakeEngine:
     def pinned_prefixes(self) -> PinsView:
         """Each pin names four blocks more than the one before, and holds all but one."""
         return PinsView(
-            [PinView(name, pin.num_tokens, 4 * index, 4 * index - 1) for index, (name, pin) in
+            [PinView(name, pin.num_tokens, 4 * index, 4 * index - 1, pin.extra_keys) for index, (name, pin) in
              enumerate(self.pinned.items(), start=1)], 20,
         )  # fmt: skip
 

@@ -283,7 +283,8 @@ async def test_pin_prefix_of_token_ids_text_and_salt_arrives_and_is_listed(manag
     by_text = pb.PinPrefixRequest(name="text", text="hello")
     first = await manager.kv.PinPrefix(by_ids)
     await manager.kv.PinPrefix(by_text)
-    assert first.pin == pb.PinnedPrefix(name="ids", num_tokens=3, num_blocks=4, held_blocks=3)
+    salted = pb.KvBlockKeys(cache_salt="s")
+    assert first.pin == pb.PinnedPrefix(name="ids", num_tokens=3, num_blocks=4, held_blocks=3, keys=salted)
     pinned = manager.engine.pinned
     assert pinned["ids"].token_bytes == token_bytes([5, 6, 7])
     assert pinned["ids"].extra_keys == request_keys("s", None, None), "a tenant counts only where tenants are isolated"
@@ -294,6 +295,7 @@ async def test_pin_prefix_of_token_ids_text_and_salt_arrives_and_is_listed(manag
     listed = await manager.kv.ListPinnedPrefixes(pb.ListPinnedPrefixesRequest())
     assert (listed.max_blocks, [pin.name for pin in listed.pins]) == (20, ["ids", "text"])
     assert (listed.pins[1].num_blocks, listed.pins[1].held_blocks) == (8, 7)
+    assert (listed.pins[0].keys, listed.pins[1].HasField("keys")) == (salted, False)
 
 
 async def test_pin_prefix_of_an_adapter_is_of_its_present_weights(manager: Manager) -> None:
@@ -306,6 +308,8 @@ async def test_pin_prefix_of_an_adapter_is_of_its_present_weights(manager: Manag
     await manager.kv.PinPrefix(wanted)
     expected = request_keys("s", None, LoraAdapter("support", "revision of /lora"))
     assert manager.engine.pinned["a"].extra_keys == expected
+    (listed,) = (await manager.kv.ListPinnedPrefixes(pb.ListPinnedPrefixesRequest())).pins
+    assert listed.keys == pb.KvBlockKeys(cache_salt="s", lora_id="support", lora_revision="revision of /lora")
 
 
 async def test_unpin_prefix_lets_go_and_a_name_without_a_pin_is_not_found(manager: Manager) -> None:

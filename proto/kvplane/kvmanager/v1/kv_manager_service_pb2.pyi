@@ -1135,6 +1135,7 @@ class PinnedPrefix(google.protobuf.message.Message):
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
     HELD_BLOCKS_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """name is the pin's."""
     num_tokens: builtins.int
@@ -1147,6 +1148,12 @@ class PinnedPrefix(google.protobuf.message.Message):
     """held_blocks is how many of them it holds now, from the first on. The rest is not cached, or beyond the limit of a
     pool that has become smaller.
     """
+    @property
+    def keys(self) -> Global___KvBlockKeys:
+        """keys are what requests that share the prefix have in common beside its tokens: salt, tenant, adapter. Absent where tokens
+        alone decide.
+        """
+
     def __init__(
         self,
         *,
@@ -1154,8 +1161,11 @@ class PinnedPrefix(google.protobuf.message.Message):
         num_tokens: builtins.int = ...,
         num_blocks: builtins.int = ...,
         held_blocks: builtins.int = ...,
+        keys: Global___KvBlockKeys | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["held_blocks", b"held_blocks", "name", b"name", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["keys", b"keys"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["held_blocks", b"held_blocks", "keys", b"keys", "name", b"name", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PinnedPrefix: typing_extensions.TypeAlias = PinnedPrefix
