@@ -173,7 +173,7 @@ def test_pin_takes_text_from_argument_or_stdin_or_token_ids(cli: Cli, threaded_m
     (document,) = lines(cli("pin", "system", "--token-ids", "1,2 3", "--json"))
 
     assert first.stdout == ("pinned system: 70 tokens, 3 of 4 full blocks held; the rest once a request computes it\n")
-    assert document == {"name": "system", "num_tokens": 70, "num_blocks": 4, "held_blocks": 3}
+    assert document == {"name": "system", "num_tokens": 70, "num_blocks": 4, "held_blocks": 3, "keys": None}
     assert threaded_manager.scripts.of("PinPrefix") == [
         manager_pb.PinPrefixRequest(name="system", text="Be brief.", cache_salt="s", tenant="t", adapter="a"),
         manager_pb.PinPrefixRequest(name="system", text="from a pipe"),
