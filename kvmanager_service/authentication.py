@@ -48,7 +48,9 @@ _OPEN = frozenset(
 _OPERATORS = frozenset((Role.OPERATOR,))
 _ROLES: dict[str, frozenset[Role]] = (
     dict.fromkeys(
-        _methods(inference_service_pb2, "InferenceService", "Generate", "GenerateMany", "Abort", "GetModel")
+        _methods(
+            inference_service_pb2, "InferenceService", "Generate", "GenerateMany", "Abort", "GetModel", "GetContract"
+        )
         + _methods(kv_manager_service_pb2, "KvManagerService", "ListRequests"),
         frozenset((Role.TENANT, Role.OPERATOR)),
     )

@@ -53,6 +53,8 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
     _copy(options, _SAMPLING, request.sampling)
     _copy(options, _STOPPING, request.stopping)
     _copy(options, _REQUEST, request)
+    if request.n == 1:
+        request.ClearField("n")  # it is the default, and no manager is too old for it
     _set_collections(request, options)
     _set_retention(request, options.get("retention"))
     _fix_seed(request.sampling)

@@ -6,7 +6,6 @@ Station: the top of the library. It owns the channel; streams get the stubs from
 from __future__ import annotations
 
 import asyncio
-import secrets
 import weakref
 from collections.abc import AsyncIterator, Iterable, Sequence
 from types import TracebackType
@@ -21,12 +20,15 @@ from kvplane.kvmanager.v1 import kv_manager_service_pb2 as manager_pb
 from kvplane.kvmanager.v1 import sequence_pool_pb2 as pool_pb
 
 from kvplane_client import _convert
+from kvplane_client._batch import complete_all
+from kvplane_client._calls import Calls
+from kvplane_client._contract import ManagerContract
+from kvplane_client._pools import Pools
 from kvplane_client._readiness import wait_until_ready
 from kvplane_client._request_builder import build_pin, build_request
 from kvplane_client._resumable import ResumableRequest
 from kvplane_client._stubs import Stubs, task_is_cancelled
 from kvplane_client.errors import (
-    AlreadyExistsError,
     InvalidArgumentError,
     KvPlaneError,
     RequestCancelledError,
@@ -46,8 +48,9 @@ from kvplane_client.manager_types import (
     Stats,
 )
 from kvplane_client.many import ManyStream
-from kvplane_client.retry import Deadline, RetryListener, RetryPolicy, RetryState
-from kvplane_client.sequences import SequencePool, SequencePoolInfo, pool_info_from
+from kvplane_client.retry import Deadline, RetryListener, RetryPolicy
+from kvplane_client.sequence_types import SequencePoolInfo
+from kvplane_client.sequences import SequencePool
 from kvplane_client.stream import GenerationStream
 from kvplane_client.types import Completion, GenerateOptions, Prompt
 
@@ -93,9 +96,8 @@ class AsyncClient:
         api_key: str | None = None,
     ) -> None:
         self._stubs = Stubs(target, credentials, api_key)
-        self._timeout = timeout
-        self._retry = retry or RetryPolicy()
-        self._on_retry = on_retry
+        self._calls = Calls(ManagerContract(self._stubs), timeout, retry or RetryPolicy(), on_retry)
+        self._pools = Pools(self._calls, self._stubs)
         self._live: weakref.WeakValueDictionary[str, ResumableRequest] = weakref.WeakValueDictionary()
 
     async def __aenter__(self) -> Self:
@@ -125,10 +127,9 @@ class AsyncClient:
         """
         request = ResumableRequest(build_request(prompt, options))
         self._live[request.request_id] = request
-        seconds = options.get("deadline")
-        deadline = Deadline(self._timeout if seconds is None else seconds)
-        retry = RetryState(self._retry, deadline, self._on_retry)
-        return GenerationStream(self._stubs.inference, request, retry, deadline)
+        deadline = self._deadline(options.get("deadline"))
+        retry = self._calls.new_retry(deadline)
+        return GenerationStream(self._stubs.inference, self._calls.contract, request, retry, deadline)
 
     async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """Generates and returns the whole output.
@@ -147,7 +148,7 @@ class AsyncClient:
 
     def many(self) -> ManyStream:
         """Opens a stream that multiplexes any number of requests: for gateways and batches."""
-        return ManyStream(self._stubs.inference, self._new_retry, self._timeout)
+        return ManyStream(self._stubs.inference, self._calls)
 
     async def generate_batch(
         self, prompts: Iterable[Prompt], *, max_in_flight: int = 256, **options: Unpack[GenerateOptions]
@@ -170,24 +171,12 @@ class AsyncClient:
         _require_one_output(options)
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight: expected at least 1, got {max_in_flight}")
-        seconds = options.pop("deadline", None)
-        deadline = Deadline(self._timeout if seconds is None else seconds)
-        prefix = options.pop("request_id", None)
-        gate = asyncio.Semaphore(max_in_flight)
+        deadline = self._deadline(options.pop("deadline", None))
+        request_id = options.pop("request_id", None)
         async with self.many() as many:
-
-            async def run_one(index: int, prompt: Prompt) -> Completion | KvPlaneError:
-                own_id = f"{prefix}-{index}" if prefix else None
-                async with gate:
-                    own = GenerateOptions(**options, request_id=own_id, deadline=deadline.remaining())
-                    try:
-                        return await many.submit(prompt, **own).completion()
-                    except KvPlaneError as error:
-                        return error
-
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(run_one(index, prompt)) for index, prompt in enumerate(prompts)]
-        return [task.result() for task in tasks]
+            return await complete_all(
+                many, prompts, max_in_flight=max_in_flight, deadline=deadline, id_prefix=request_id, options=options
+            )
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its stream gets a last chunk with finish_reason ABORT.
@@ -200,15 +189,17 @@ class AsyncClient:
         """
         live = self._live.get(request_id)
         wire_id = live.wire_id if live is not None else request_id
-        await self._unary(self._stubs.inference.Abort, inference_pb.AbortRequest(request_id=wire_id))
+        await self._calls.unary(self._stubs.inference.Abort, inference_pb.AbortRequest(request_id=wire_id))
 
     async def get_model(self) -> Model:
         """Returns the model being served."""
-        return _convert.model_from(await self._unary(self._stubs.inference.GetModel, inference_pb.GetModelRequest()))
+        return _convert.model_from(
+            await self._calls.unary(self._stubs.inference.GetModel, inference_pb.GetModelRequest())
+        )
 
     async def get_stats(self) -> Stats:
         """Returns the manager's counters and gauges, all of one moment."""
-        return _convert.stats_from(await self._unary(self._stubs.manager.GetStats, manager_pb.GetStatsRequest()))
+        return _convert.stats_from(await self._calls.unary(self._stubs.manager.GetStats, manager_pb.GetStatsRequest()))
 
     async def list_requests(
         self, *, include_finished: bool = False, request_id: str = "", page_size: int = 0
@@ -224,7 +215,7 @@ class AsyncClient:
             include_finished=include_finished, request_id=request_id, page_size=page_size
         )
         while True:
-            page = await self._unary(self._stubs.manager.ListRequests, request)
+            page = await self._calls.unary(self._stubs.manager.ListRequests, request)
             for info in page.requests:
                 yield _convert.request_from(info)
             if not page.next_page_token:
@@ -242,7 +233,7 @@ class AsyncClient:
         """
         request = manager_pb.ListBlocksRequest(filter=_convert.block_filter_to(block_filter), page_size=page_size)
         while True:
-            page = await self._unary(self._stubs.manager.ListBlocks, request)
+            page = await self._calls.unary(self._stubs.manager.ListBlocks, request)
             for info in page.blocks:
                 yield _convert.block_from(info)
             if not page.next_page_token:
@@ -257,7 +248,7 @@ class AsyncClient:
             InvalidArgumentError: There is no such block.
         """
         request = manager_pb.TraceBlockRequest(block_id=block_id)
-        return _convert.trace_from(block_id, await self._unary(self._stubs.manager.TraceBlock, request))
+        return _convert.trace_from(block_id, await self._calls.unary(self._stubs.manager.TraceBlock, request))
 
     async def pin_prefix(
         self, name: str, prefix: str | Sequence[int], *, cache_salt: str = "", tenant: str = "", adapter: str = ""
@@ -281,7 +272,7 @@ class AsyncClient:
             FailedPreconditionError: The manager caches nothing, or the model has no tokenizer for text.
         """
         request = build_pin(name, prefix, cache_salt, tenant, adapter)
-        return _convert.pin_from((await self._unary(self._stubs.manager.PinPrefix, request)).pin)
+        return _convert.pin_from((await self._calls.unary(self._stubs.manager.PinPrefix, request)).pin)
 
     async def unpin_prefix(self, name: str) -> None:
         """Lets go of a pinned prefix; its blocks stay cached until they are evicted.
@@ -289,12 +280,12 @@ class AsyncClient:
         Raises:
             NotFoundError: Nothing is pinned under that name.
         """
-        await self._unary(self._stubs.manager.UnpinPrefix, manager_pb.UnpinPrefixRequest(name=name))
+        await self._calls.unary(self._stubs.manager.UnpinPrefix, manager_pb.UnpinPrefixRequest(name=name))
 
     async def list_pinned_prefixes(self) -> PinnedPrefixes:
         """Returns all pins, in the order they were made, and how many blocks they may name."""
         request = manager_pb.ListPinnedPrefixesRequest()
-        return _convert.pins_from(await self._unary(self._stubs.manager.ListPinnedPrefixes, request))
+        return _convert.pins_from(await self._calls.unary(self._stubs.manager.ListPinnedPrefixes, request))
 
     async def load_adapter(self, name: str, source: str) -> LoraAdapter:
         """Loads a LoRA adapter, for requests to name in ``adapter``, until it is unloaded.
@@ -313,7 +304,7 @@ class AsyncClient:
             FailedPreconditionError: It has room for none.
         """
         request = manager_pb.LoadAdapterRequest(name=name, source=source)
-        return _convert.adapter_from((await self._unary(self._stubs.manager.LoadAdapter, request)).adapter)
+        return _convert.adapter_from((await self._calls.unary(self._stubs.manager.LoadAdapter, request)).adapter)
 
     async def unload_adapter(self, name: str) -> None:
         """Takes a LoRA adapter away.
@@ -322,11 +313,11 @@ class AsyncClient:
             NotFoundError: None is loaded under that name.
             FailedPreconditionError: A request waits or runs with it.
         """
-        await self._unary(self._stubs.manager.UnloadAdapter, manager_pb.UnloadAdapterRequest(name=name))
+        await self._calls.unary(self._stubs.manager.UnloadAdapter, manager_pb.UnloadAdapterRequest(name=name))
 
     async def list_adapters(self) -> list[LoraAdapter]:
         """Returns the LoRA adapters that requests may name, in the order they were loaded."""
-        response = await self._unary(self._stubs.manager.ListAdapters, manager_pb.ListAdaptersRequest())
+        response = await self._calls.unary(self._stubs.manager.ListAdapters, manager_pb.ListAdaptersRequest())
         return [_convert.adapter_from(adapter) for adapter in response.adapters]
 
     async def reset_prefix_cache(self) -> int:
@@ -339,7 +330,7 @@ class AsyncClient:
             FailedPreconditionError: A request holds blocks.
         """
         request = manager_pb.ResetPrefixCacheRequest()
-        return (await self._unary(self._stubs.manager.ResetPrefixCache, request)).blocks_forgotten
+        return (await self._calls.unary(self._stubs.manager.ResetPrefixCache, request)).blocks_forgotten
 
     async def watch_kv_events(
         self,
@@ -408,43 +399,22 @@ class AsyncClient:
             ResourceExhaustedError: There are too many pools, or blocks in all of them.
         """
         request = pool_pb.OpenPoolRequest(
-            pool_id=pool_id or f"pool-{secrets.token_hex(16)}",
+            pool_id=pool_id,
             num_blocks=num_blocks,
             block_size=block_size,
             disable_prefix_caching=not enable_prefix_caching,
             eviction_policy=eviction_policy,
             lease_ms=round(lease_seconds * 1e3),
         )
-        while True:
-            try:
-                opened = await self._unary(self._stubs.manager.OpenPool, request)
-                info = pool_info_from(opened.pool)
-                break
-            except AlreadyExistsError:
-                if pool_id:
-                    raise
-                # Nobody else has drawn this name: an earlier attempt made the pool, and its answer was lost.
-                found = [pool for pool in await self.list_pools() if pool.pool_id == request.pool_id]
-                if found:
-                    info = found[0]
-                    break
-                request.pool_id = f"pool-{secrets.token_hex(16)}"  # that attempt has not come to its end
-        return SequencePool(info, self._update_sequences, self._close_pool)
+        return await self._pools.open(request)
 
     async def list_pools(self) -> list[SequencePoolInfo]:
         """Returns the open pools of engines that run their own loop."""
-        response = await self._unary(self._stubs.manager.ListPools, pool_pb.ListPoolsRequest())
-        return [pool_info_from(pool) for pool in response.pools]
-
-    async def _update_sequences(self, request: pool_pb.UpdateSequencesRequest) -> pool_pb.UpdateSequencesResponse:
-        return await self._unary(self._stubs.manager.UpdateSequences, request)
-
-    async def _close_pool(self, pool_id: str) -> None:
-        await self._unary(self._stubs.manager.ClosePool, pool_pb.ClosePoolRequest(pool_id=pool_id))
+        return await self._pools.list()
 
     async def list_executors(self) -> Sequence[ExecutorInfo]:
         """Returns the executors whose lease is valid, in order of registration."""
-        response = await self._unary(self._stubs.registry.ListExecutors, registry_pb.ListExecutorsRequest())
+        response = await self._calls.unary(self._stubs.registry.ListExecutors, registry_pb.ListExecutorsRequest())
         return [_convert.executor_from(info) for info in response.executors]
 
     async def switch_executor(self, executor_id: str) -> str:
@@ -466,7 +436,7 @@ class AsyncClient:
             UnavailableError: There is no active executor, or it was lost meanwhile.
         """
         request = registry_pb.SwitchExecutorRequest(executor_id=executor_id)
-        return (await self._unary(self._stubs.registry.SwitchExecutor, request)).previous_executor_id
+        return (await self._calls.unary(self._stubs.registry.SwitchExecutor, request)).previous_executor_id
 
     async def wait_ready(self, timeout: float | None = None) -> Model:  # noqa: ASYNC109 - bounds polling, not one await
         """Waits until the manager is reachable, healthy and serves a model.
@@ -482,24 +452,9 @@ class AsyncClient:
         """
         return _convert.model_from(await wait_until_ready(self._stubs, Deadline(timeout)))
 
-    def _new_retry(self, deadline: float | None) -> RetryState:
-        return RetryState(self._retry, Deadline(deadline), self._on_retry)
-
-    async def _unary(
-        self, method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response], request: _Request
-    ) -> _Response:
-        """Calls a method, again after UNAVAILABLE."""
-        deadline = Deadline(self._timeout)
-        retry = RetryState(self._retry, deadline, self._on_retry)
-        while True:
-            try:
-                return await method(request, timeout=deadline.remaining())
-            except grpc.aio.AioRpcError as rpc_error:
-                await retry.pause_or_raise(error_from_rpc(rpc_error))
-            except asyncio.CancelledError:
-                if task_is_cancelled():
-                    raise
-                raise RequestCancelledError("the client was closed during the call") from None
+    def _deadline(self, seconds: float | None) -> Deadline:
+        """When a generation must have ended: as it says itself, or as the client does."""
+        return Deadline(self._calls.timeout if seconds is None else seconds)
 
 
 def _require_one_output(options: GenerateOptions) -> None:

@@ -8,6 +8,7 @@ Every error a user can meet is a :class:`KvPlaneError`; the tree follows the cod
     ├── AlreadyExistsError          the request id is in use
     ├── ResourceExhaustedError      the queue is full (``retry_delay`` says how long to wait), or the pool is too small
     ├── FailedPreconditionError     not in this state: no chat template, cache in use
+    │   └── ManagerTooOldError      it would ignore what must not be ignored: nothing was sent; upgrade the manager
     ├── UnauthenticatedError        no key, or one that the manager does not know
     ├── PermissionDeniedError       the key is not for this method, or names another tenant
     ├── AbortedError                overtaken by a reset of the executor's cache
@@ -40,6 +41,7 @@ __all__ = [
     "InternalError",
     "InvalidArgumentError",
     "KvPlaneError",
+    "ManagerTooOldError",
     "NotFoundError",
     "OutOfRangeError",
     "PermissionDeniedError",
@@ -116,6 +118,10 @@ class FailedPreconditionError(KvPlaneError):
     """The server is not in a state for this call."""
 
     default_code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class ManagerTooOldError(FailedPreconditionError):
+    """The manager does not know what must not be ignored of the request (``metadata["fields"]``): it was not sent."""
 
 
 class UnauthenticatedError(KvPlaneError):

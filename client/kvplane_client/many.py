@@ -8,7 +8,6 @@ attempt; a piece for an id that is not tracked belongs to a request nobody waits
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeAlias, Unpack
 
@@ -16,6 +15,7 @@ import grpc
 import grpc.aio
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
+from kvplane_client._calls import Calls
 from kvplane_client._request_builder import build_fork, build_request
 from kvplane_client._resumable import ResumableRequest
 from kvplane_client._stubs import task_is_cancelled
@@ -25,6 +25,7 @@ from kvplane_client.errors import (
     FailedPreconditionError,
     InternalError,
     KvPlaneError,
+    ManagerTooOldError,
     RequestCancelledError,
     UnavailableError,
     error_from_rpc,
@@ -41,8 +42,6 @@ __all__ = ["ManyStream"]
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.GenerateManyRequest, pb.GenerateManyResponse]"
 _LOST_STATUS = "Internal error from Core"
-RetryFactory: TypeAlias = Callable[[float | None], RetryState]
-"""Makes the retry state of a call from its deadline in seconds."""
 
 
 class ManyStream:
@@ -53,16 +52,12 @@ class ManyStream:
 
     Args:
         stub: The service.
-        new_retry: Makes the retry state of the stream and of each request.
-        default_deadline: Seconds for a request that names none; None means no deadline.
+        calls: How the client makes calls. Its timeout is that of a request that names none, and of none for the stream.
     """
 
-    def __init__(
-        self, stub: InferenceServiceAsyncStub, new_retry: RetryFactory, default_deadline: float | None
-    ) -> None:
+    def __init__(self, stub: InferenceServiceAsyncStub, calls: Calls) -> None:
         self._stub = stub
-        self._new_retry = new_retry
-        self._default_deadline = default_deadline
+        self._calls = calls
         self._requests: dict[str, ManyRequest] = {}
         self._orders: asyncio.Queue[pb.GenerateManyRequest] | None = None
         self._runner: asyncio.Task[None] | None = None
@@ -109,10 +104,10 @@ class ManyStream:
     def _start(self, state: ResumableRequest, deadline: float | None) -> ManyRequest:
         if any(request.request_id == state.request_id for request in self._requests.values()):
             raise AlreadyExistsError(f"request_id {state.request_id!r} is unfinished on this stream: choose another")
-        deadline = self._default_deadline if deadline is None else deadline
-        request = ManyRequest(state, self._new_retry(deadline), self.abort, self._fork)
+        limit = Deadline(self._calls.timeout if deadline is None else deadline)
+        request = ManyRequest(state, self._calls.new_retry(limit), self.abort, self._fork)
         self._requests[state.wire_id] = request
-        if (seconds := Deadline(deadline).remaining()) is not None:
+        if (seconds := limit.remaining()) is not None:
             request.expiry = asyncio.get_running_loop().call_later(seconds, self._expire, request)
         self._send(request)
         if self._runner is None or self._runner.done():
@@ -139,7 +134,7 @@ class ManyStream:
 
     async def _run(self) -> None:
         """Makes the call, and makes it anew while requests are unfinished and the policy allows."""
-        retry = self._new_retry(None)
+        retry = self._calls.new_retry(Deadline(None))
         reason: KvPlaneError = InternalError("the client's reader of this stream has failed")
         try:
             while True:
@@ -165,7 +160,7 @@ class ManyStream:
         self._orders = asyncio.Queue()
         for request in self._requests.values():
             self._send(request)
-        writer = asyncio.create_task(_write(call, self._orders), name="kvplane-many-writer")
+        writer = asyncio.create_task(self._write(call, self._orders), name="kvplane-many-writer")
         try:
             while isinstance(response := await call.read(), pb.GenerateManyResponse):
                 self._dispatch(response, retry)
@@ -183,6 +178,32 @@ class ManyStream:
             await asyncio.wait({writer})
             if not writer.cancelled():
                 writer.result()
+
+    async def _write(self, call: _Call, orders: asyncio.Queue[pb.GenerateManyRequest]) -> None:
+        """Writes orders until the call ends; why it ended is the reader's to tell."""
+        while True:
+            order = await orders.get()
+            if order.HasField("generate") and not await self._may_send(order.generate):
+                continue
+            try:
+                await call.write(order)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return
+
+    async def _may_send(self, attempt: pb.GenerateRequest) -> bool:
+        """Whether the manager knows all that must not be ignored of an attempt; else its request fails with why not."""
+        try:
+            await self._calls.contract.require(attempt, Deadline(self._calls.timeout).remaining())
+        except grpc.aio.AioRpcError as rpc_error:
+            error = error_from_rpc(rpc_error)
+        except ManagerTooOldError as too_old:
+            error = too_old
+        else:
+            return True
+        request = self._requests.get(attempt.request_id)
+        if request is not None:
+            self._request_failed(request, error)
+        return False
 
     def _dispatch(self, response: pb.GenerateManyResponse, retry: RetryState) -> None:
         for output in response.outputs:
@@ -264,13 +285,3 @@ def _why_ended(rpc_error: grpc.aio.AioRpcError) -> KvPlaneError:
     if rpc_error.code() is grpc.StatusCode.INTERNAL and rpc_error.details() == _LOST_STATUS:
         return UnavailableError("the stream ended during a write, and its status was lost")
     return error_from_rpc(rpc_error)
-
-
-async def _write(call: _Call, orders: asyncio.Queue[pb.GenerateManyRequest]) -> None:
-    """Writes orders until the call ends; why it ended is the reader's to tell."""
-    while True:
-        order = await orders.get()
-        try:
-            await call.write(order)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return

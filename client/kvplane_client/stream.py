@@ -13,9 +13,17 @@ import grpc
 import grpc.aio
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
+from kvplane_client._contract import ManagerContract
 from kvplane_client._resumable import ResumableRequest
 from kvplane_client._stubs import task_is_cancelled
-from kvplane_client.errors import InternalError, KvPlaneError, NotFoundError, RequestCancelledError, error_from_rpc
+from kvplane_client.errors import (
+    InternalError,
+    KvPlaneError,
+    ManagerTooOldError,
+    NotFoundError,
+    RequestCancelledError,
+    error_from_rpc,
+)
 from kvplane_client.retry import Deadline, RetryState
 from kvplane_client.types import Chunk, Completion, CompletionBuilder
 
@@ -39,9 +47,15 @@ class GenerationStream:
     """
 
     def __init__(
-        self, stub: InferenceServiceAsyncStub, request: ResumableRequest, retry: RetryState, deadline: Deadline
+        self,
+        stub: InferenceServiceAsyncStub,
+        contract: ManagerContract,
+        request: ResumableRequest,
+        retry: RetryState,
+        deadline: Deadline,
     ) -> None:
         self._stub = stub
+        self._contract = contract
         self._request = request
         self._retry = retry
         self._deadline = deadline
@@ -66,14 +80,15 @@ class GenerationStream:
 
         Raises:
             StopAsyncIteration: The last chunk was delivered, or the stream was closed.
+            ManagerTooOldError: The manager does not know what must not be ignored of the request.
             KvPlaneError: The request failed; UNAVAILABLE only after the retry policy was exhausted.
         """
         if self._cancelled:
             raise RequestCancelledError(f"request {self.request_id!r} was cancelled while it was waited for")
         while not self._closed:
-            if self._call is None:
-                self._call = self._stub.Generate(self._request.attempt(), timeout=self._deadline.remaining())
             try:
+                if self._call is None:
+                    self._call = await self._begin()
                 response = await self._call.read()
             except grpc.aio.AioRpcError as rpc_error:
                 await self._recover(error_from_rpc(rpc_error))
@@ -130,6 +145,16 @@ class GenerationStream:
         self._closed = True
         if self._call is not None and not self._call.done():
             self._call.cancel()
+
+    async def _begin(self) -> _Call:
+        """Makes the call of the next attempt."""
+        attempt = self._request.attempt()
+        try:
+            await self._contract.require(attempt, self._deadline.remaining())
+        except ManagerTooOldError:
+            self._closed = True
+            raise
+        return self._stub.Generate(attempt, timeout=self._deadline.remaining())
 
     async def _recover(self, error: KvPlaneError) -> None:
         """Prepares the next attempt after a pause, or raises."""

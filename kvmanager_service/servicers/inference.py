@@ -25,15 +25,18 @@ from kvmanager_service.output_stream import ManyStream, OutputStream
 from kvmanager_service.pacer import Pacer
 from kvmanager_service.servicers.orders import OrderReader
 
-__all__ = ["InferenceServicer"]
+__all__ = ["CONTRACT_VERSION", "InferenceServicer"]
 
 _log = structlog.get_logger(__name__)
+
+CONTRACT_VERSION = 1
+"""The highest `known_since` of the contract. Whoever gives a field a higher one raises it, and has the field served."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceServicer(pb_grpc.InferenceServiceServicer):
-    """Serves Generate, GenerateMany, Abort and GetModel."""
+    """Serves Generate, GenerateMany, Abort, GetModel and GetContract."""
 
     def __init__(self, engine: Engine, admission: Admission) -> None:
         self._engine = engine
@@ -84,6 +87,12 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             has_tokenizer=model.text is not None,
             dtype=model.dtype,
         )
+
+    async def GetContract(  # noqa: N802
+        self, request: pb.GetContractRequest, context: Context
+    ) -> pb.GetContractResponse:
+        """Serve `GetContract`; see the proto."""
+        return pb.GetContractResponse(contract_version=CONTRACT_VERSION)
 
     def _end(self, output: OutputStream) -> None:
         self._pacer.leave()

@@ -28,6 +28,7 @@ from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 from kvplane.kvmanager.v1 import inference_service_pb2_grpc as inference_grpc
 from kvplane.kvmanager.v1 import kv_manager_service_pb2 as manager_pb
 from kvplane.kvmanager.v1 import kv_manager_service_pb2_grpc as manager_grpc
+from kvplane.kvmanager.v1 import sequence_pool_pb2 as pool_pb
 
 TEXT = "Ω naïve 漢字 text 🙂!"
 PROMPT_TOKENS = 7
@@ -201,6 +202,9 @@ class _Inference(inference_grpc.InferenceServiceServicer):
     async def GetModel(self, request: Any, context: Any) -> Any:
         return await _unary(self._scripts, "GetModel", request, context, MODEL)
 
+    async def GetContract(self, request: Any, context: Any) -> Any:
+        return await _unary(self._scripts, "GetContract", request, context, CONTRACT)
+
 
 class _Manager(manager_grpc.KvManagerServiceServicer):
     def __init__(self, scripts: Scripts) -> None:
@@ -245,6 +249,19 @@ class _Manager(manager_grpc.KvManagerServiceServicer):
     async def ListPinnedPrefixes(self, request: Any, context: Any) -> Any:
         return await _unary(self._scripts, "ListPinnedPrefixes", request, context, PINS)
 
+    async def OpenPool(self, request: Any, context: Any) -> Any:
+        info = pool_pb.SequencePoolInfo(pool_id=request.pool_id, num_blocks=request.num_blocks, block_size=16)
+        return await _unary(self._scripts, "OpenPool", request, context, pool_pb.OpenPoolResponse(pool=info))
+
+    async def UpdateSequences(self, request: Any, context: Any) -> Any:
+        """Every operation is answered with an empty table."""
+        results = [pool_pb.SequenceResult(table=pool_pb.SequenceTable()) for _ in request.operations]
+        response = pool_pb.UpdateSequencesResponse(batch_id=request.batch_id, results=results)
+        return await _unary(self._scripts, "UpdateSequences", request, context, response)
+
+    async def ClosePool(self, request: Any, context: Any) -> Any:
+        return await _unary(self._scripts, "ClosePool", request, context, pool_pb.ClosePoolResponse())
+
     async def ResetPrefixCache(self, request: Any, context: Any) -> Any:
         response = manager_pb.ResetPrefixCacheResponse(blocks_forgotten=4)
         return await _unary(self._scripts, "ResetPrefixCache", request, context, response)
@@ -281,6 +298,7 @@ MODEL = pb.GetModelResponse(
     name="tiny", max_model_len=128, vocab_size=256, eos_token_ids=[2], max_logprobs=5, has_chat_template=True,
     has_tokenizer=True, dtype="float32",
 )  # fmt: skip
+CONTRACT = pb.GetContractResponse(contract_version=1)
 STATS = manager_pb.GetStatsResponse(
     uptime_seconds=12.5,
     state=manager_pb.MANAGER_STATE_SERVING,

@@ -50,6 +50,7 @@ MAY_CALL = {
     "GenerateMany": USERS,
     "Abort": USERS,
     "GetModel": USERS,
+    "GetContract": USERS,
     "GetStats": OPERATORS,
     "ListRequests": USERS,
     "ListBlocks": OPERATORS,

@@ -14,6 +14,7 @@ from kvmanager_service.admission import Admission
 from kvmanager_service.core.errors import RowFailedError
 from kvmanager_service.core.request import FinishReason
 from kvmanager_service.pacer import FREE_STREAMS
+from kvmanager_service.servicers.inference import CONTRACT_VERSION
 from tests.integration.manager.fake_engine import Manager, details, until
 from tests.unit.manager.manager_builders import byte_level_tokenizer, generate_request, int32s
 
@@ -268,6 +269,14 @@ async def test_abort_gives_the_stream_a_last_message(manager: Manager) -> None:
     (last,) = [piece async for piece in call]
     assert (last.finish_reason, last.HasField("usage")) == (common_pb2.FINISH_REASON_ABORT, True)
     assert manager.engine.aborted == ["r"]
+
+
+async def test_get_contract_needs_no_executor(manager: Manager) -> None:
+    manager.engine.model_view = None
+    with pytest.raises(grpc.aio.AioRpcError):
+        await manager.inference.GetModel(pb.GetModelRequest())
+    answer = await manager.inference.GetContract(pb.GetContractRequest())
+    assert answer.contract_version == CONTRACT_VERSION >= 1
 
 
 async def test_get_model_describes_the_model(manager: Manager) -> None:

@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvplane/common/v1/common.proto\x12\x11kvplane.common.v1\"\x1a\n\nInt32Array\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\x1c\n\x0c\x46loat32Array\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"\xb9\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x38\n\x08metadata\x18\x04 \x03(\x0b\x32&.kvplane.common.v1.Error.MetadataEntry\x12\x16\n\x0eretry_delay_ms\x18\x05 \x01(\x05\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvplane/common/v1/common.proto\x12\x11kvplane.common.v1\x1a google/protobuf/descriptor.proto\"\x1a\n\nInt32Array\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\x1c\n\x0c\x46loat32Array\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"\xb9\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x38\n\x08metadata\x18\x04 \x03(\x0b\x32&.kvplane.common.v1.Error.MetadataEntry\x12\x16\n\x0eretry_delay_ms\x18\x05 \x01(\x05\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03:4\n\x0bknown_since\x12\x1d.google.protobuf.FieldOptions\x18\xd9\x8a\x03 \x01(\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,16 +34,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ERROR_METADATAENTRY']._loaded_options = None
   _globals['_ERROR_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=381
-  _globals['_FINISHREASON']._serialized_end=501
-  _globals['_INT32ARRAY']._serialized_start=53
-  _globals['_INT32ARRAY']._serialized_end=79
-  _globals['_FLOAT32ARRAY']._serialized_start=81
-  _globals['_FLOAT32ARRAY']._serialized_end=109
-  _globals['_USAGE']._serialized_start=111
-  _globals['_USAGE']._serialized_end=191
-  _globals['_ERROR']._serialized_start=194
-  _globals['_ERROR']._serialized_end=379
-  _globals['_ERROR_METADATAENTRY']._serialized_start=332
-  _globals['_ERROR_METADATAENTRY']._serialized_end=379
+  _globals['_FINISHREASON']._serialized_start=415
+  _globals['_FINISHREASON']._serialized_end=535
+  _globals['_INT32ARRAY']._serialized_start=87
+  _globals['_INT32ARRAY']._serialized_end=113
+  _globals['_FLOAT32ARRAY']._serialized_start=115
+  _globals['_FLOAT32ARRAY']._serialized_end=143
+  _globals['_USAGE']._serialized_start=145
+  _globals['_USAGE']._serialized_end=225
+  _globals['_ERROR']._serialized_start=228
+  _globals['_ERROR']._serialized_end=413
+  _globals['_ERROR_METADATAENTRY']._serialized_start=366
+  _globals['_ERROR_METADATAENTRY']._serialized_end=413
 # @@protoc_insertion_point(module_scope)

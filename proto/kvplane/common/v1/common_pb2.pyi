@@ -6,8 +6,10 @@ Values that more than one KVPlane service speaks of."""
 import builtins
 import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.descriptor_pb2
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
+import google.protobuf.internal.extension_dict
 import google.protobuf.message
 import sys
 import typing
@@ -178,3 +180,11 @@ class Error(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Error: typing_extensions.TypeAlias = Error
+
+KNOWN_SINCE_FIELD_NUMBER: builtins.int
+known_since: google.protobuf.internal.extension_dict._ExtensionFieldDescriptor[google.protobuf.descriptor_pb2.FieldOptions, builtins.int]
+"""known_since marks a field that must not be ignored, as a manager from before it does with every field: one that decides
+who shares K/V with whom, or which output is whose. It is the contract version that brought the field. A client that is
+to send such a field asks InferenceService.GetContract first, and refuses where the manager's version is lower. Other fields have
+none: a manager that ignores them serves the request less well, but not another request.
+"""

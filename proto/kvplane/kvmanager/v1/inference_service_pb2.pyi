@@ -820,3 +820,36 @@ class GetModelResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse
+
+@typing.final
+class GetContractRequest(google.protobuf.message.Message):
+    """GetContractRequest is empty."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___GetContractRequest: typing_extensions.TypeAlias = GetContractRequest
+
+@typing.final
+class GetContractResponse(google.protobuf.message.Message):
+    """GetContractResponse tells the version."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTRACT_VERSION_FIELD_NUMBER: builtins.int
+    contract_version: builtins.int
+    """contract_version is at least 1, and the highest known_since of the contract that the manager was built with. The manager knows every
+    field whose known_since is not above it.
+    """
+    def __init__(
+        self,
+        *,
+        contract_version: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["contract_version", b"contract_version"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___GetContractResponse: typing_extensions.TypeAlias = GetContractResponse

@@ -60,6 +60,11 @@ class InferenceServiceStub(object):
                 request_serializer=kvplane_dot_kvmanager_dot_v1_dot_inference__service__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=kvplane_dot_kvmanager_dot_v1_dot_inference__service__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.GetContract = channel.unary_unary(
+                '/kvplane.kvmanager.v1.InferenceService/GetContract',
+                request_serializer=kvplane_dot_kvmanager_dot_v1_dot_inference__service__pb2.GetContractRequest.SerializeToString,
+                response_deserializer=kvplane_dot_kvmanager_dot_v1_dot_inference__service__pb2.GetContractResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer(object):
@@ -109,6 +114,14 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetContract(self, request, context):
+        """GetContract says which version of this contract the manager has; see known_since. It needs no executor. A manager from
+        before the method, which is version 0, answers UNIMPLEMENTED, or a tenant's key PERMISSION_DENIED, METHOD_FORBIDDEN.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -131,6 +144,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=kvplane_dot_kvmanager_dot_v1_dot_inference__service__pb2.GetModelRequest.FromString,
                     response_serializer=kvplane_dot_kvmanager_dot_v1_dot_inference__service__pb2.GetModelResponse.SerializeToString,
+            ),
+            'GetContract': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetContract,
+                    request_deserializer=kvplane_dot_kvmanager_dot_v1_dot_inference__service__pb2.GetContractRequest.FromString,
+                    response_serializer=kvplane_dot_kvmanager_dot_v1_dot_inference__service__pb2.GetContractResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -247,6 +265,33 @@ class InferenceService(object):
             '/kvplane.kvmanager.v1.InferenceService/GetModel',
             kvplane_dot_kvmanager_dot_v1_dot_inference__service__pb2.GetModelRequest.SerializeToString,
             kvplane_dot_kvmanager_dot_v1_dot_inference__service__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetContract(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.kvmanager.v1.InferenceService/GetContract',
+            kvplane_dot_kvmanager_dot_v1_dot_inference__service__pb2.GetContractRequest.SerializeToString,
+            kvplane_dot_kvmanager_dot_v1_dot_inference__service__pb2.GetContractResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,6 +54,10 @@ class InferenceServiceStub:
     """
     GetModel: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GetModelRequest, kvplane.kvmanager.v1.inference_service_pb2.GetModelResponse]
     """GetModel describes the model being served. Errors: UNAVAILABLE before the first executor is ready."""
+    GetContract: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GetContractRequest, kvplane.kvmanager.v1.inference_service_pb2.GetContractResponse]
+    """GetContract says which version of this contract the manager has; see known_since. It needs no executor. A manager from
+    before the method, which is version 0, answers UNIMPLEMENTED, or a tenant's key PERMISSION_DENIED, METHOD_FORBIDDEN.
+    """
 
 @typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -87,6 +91,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """
     GetModel: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GetModelRequest, kvplane.kvmanager.v1.inference_service_pb2.GetModelResponse]  # type: ignore[assignment]
     """GetModel describes the model being served. Errors: UNAVAILABLE before the first executor is ready."""
+    GetContract: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GetContractRequest, kvplane.kvmanager.v1.inference_service_pb2.GetContractResponse]  # type: ignore[assignment]
+    """GetContract says which version of this contract the manager has; see known_since. It needs no executor. A manager from
+    before the method, which is version 0, answers UNIMPLEMENTED, or a tenant's key PERMISSION_DENIED, METHOD_FORBIDDEN.
+    """
 
 class InferenceServiceServicer(metaclass=abc.ABCMeta):
     """InferenceService generates text. Every user-visible thing KVPlane offers is a client of it.
@@ -141,5 +149,15 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvplane.kvmanager.v1.inference_service_pb2.GetModelResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.inference_service_pb2.GetModelResponse]]:
         """GetModel describes the model being served. Errors: UNAVAILABLE before the first executor is ready."""
+
+    @abc.abstractmethod
+    def GetContract(
+        self,
+        request: kvplane.kvmanager.v1.inference_service_pb2.GetContractRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvplane.kvmanager.v1.inference_service_pb2.GetContractResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.inference_service_pb2.GetContractResponse]]:
+        """GetContract says which version of this contract the manager has; see known_since. It needs no executor. A manager from
+        before the method, which is version 0, answers UNIMPLEMENTED, or a tenant's key PERMISSION_DENIED, METHOD_FORBIDDEN.
+        """
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -25,15 +25,17 @@ _sym_db = _symbol_database.Default()
 from kvplane.common.v1 import common_pb2 as kvplane_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(kvplane/kvmanager/v1/sequence_pool.proto\x12\x14kvplane.kvmanager.v1\x1a\x1ekvplane/common/v1/common.proto\"\x95\x01\n\x0fOpenPoolRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\x05\x12\x12\n\nblock_size\x18\x03 \x01(\x05\x12\x1e\n\x16\x64isable_prefix_caching\x18\x04 \x01(\x08\x12\x17\n\x0f\x65viction_policy\x18\x05 \x01(\t\x12\x10\n\x08lease_ms\x18\x06 \x01(\x05\"H\n\x10OpenPoolResponse\x12\x34\n\x04pool\x18\x01 \x01(\x0b\x32&.kvplane.kvmanager.v1.SequencePoolInfo\"#\n\x10\x43losePoolRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\"\x13\n\x11\x43losePoolResponse\"\x12\n\x10ListPoolsRequest\"J\n\x11ListPoolsResponse\x12\x35\n\x05pools\x18\x01 \x03(\x0b\x32&.kvplane.kvmanager.v1.SequencePoolInfo\"\xac\x02\n\x10SequencePoolInfo\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\x05\x12\x12\n\nblock_size\x18\x03 \x01(\x05\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\x05\x12\x15\n\rcached_blocks\x18\x05 \x01(\x05\x12\x15\n\rnum_sequences\x18\x06 \x01(\x05\x12\x16\n\x0eprefix_queries\x18\x07 \x01(\x03\x12\x13\n\x0bprefix_hits\x18\x08 \x01(\x03\x12\x10\n\x08lease_ms\x18\t \x01(\x05\x12\x1a\n\x12lease_remaining_ms\x18\n \x01(\x05\x12\x15\n\rlast_batch_id\x18\x0b \x01(\x04\x12\x11\n\tmax_spans\x18\x0c \x01(\x05\x12\x17\n\x0fisolate_tenants\x18\r \x01(\x08\"x\n\x16UpdateSequencesRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\x04\x12;\n\noperations\x18\x03 \x03(\x0b\x32\'.kvplane.kvmanager.v1.SequenceOperation\"\xae\x02\n\x11SequenceOperation\x12\x32\n\x04open\x18\x01 \x01(\x0b\x32\".kvplane.kvmanager.v1.OpenSequenceH\x00\x12\x36\n\x06\x65xtend\x18\x02 \x01(\x0b\x32$.kvplane.kvmanager.v1.ExtendSequenceH\x00\x12\x36\n\x06\x63ommit\x18\x03 \x01(\x0b\x32$.kvplane.kvmanager.v1.CommitSequenceH\x00\x12\x32\n\x04\x66ork\x18\x04 \x01(\x0b\x32\".kvplane.kvmanager.v1.ForkSequenceH\x00\x12\x34\n\x05\x63lose\x18\x05 \x01(\x0b\x32#.kvplane.kvmanager.v1.CloseSequenceH\x00\x42\x0b\n\toperation\"n\n\tTokenSpan\x12\x31\n\x04kind\x18\x01 \x01(\x0e\x32#.kvplane.kvmanager.v1.TokenSpanKind\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x0e\n\x06offset\x18\x03 \x01(\x05\x12\x0e\n\x06length\x18\x04 \x01(\x05\"\x8a\x02\n\x0cOpenSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x30\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x1d.kvplane.common.v1.Int32Array\x12\x11\n\tnum_slots\x18\x03 \x01(\x05\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x0f\n\x07lora_id\x18\x06 \x01(\t\x12\x15\n\rlora_revision\x18\x07 \x01(\t\x12\x12\n\nis_resumed\x18\x08 \x01(\x08\x12.\n\x05spans\x18\t \x03(\x0b\x32\x1f.kvplane.kvmanager.v1.TokenSpan\x12\x0e\n\x06tenant\x18\n \x01(\t\"\xb7\x01\n\x0e\x45xtendSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x30\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x1d.kvplane.common.v1.Int32Array\x12\x11\n\tnum_slots\x18\x03 \x01(\x05\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\x05\x12.\n\x05spans\x18\x05 \x03(\x0b\x32\x1f.kvplane.kvmanager.v1.TokenSpan\"B\n\x0e\x43ommitSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x1b\n\x13num_computed_tokens\x18\x02 \x01(\x05\"b\n\x0c\x46orkSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x17\n\x0fnew_sequence_id\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\x05\x12\x10\n\x08priority\x18\x04 \x01(\x05\"$\n\rCloseSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\"b\n\x17UpdateSequencesResponse\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\x35\n\x07results\x18\x02 \x03(\x0b\x32$.kvplane.kvmanager.v1.SequenceResult\"\xe8\x01\n\x0eSequenceResult\x12\x34\n\x05table\x18\x01 \x01(\x0b\x32#.kvplane.kvmanager.v1.SequenceTableH\x00\x12\x37\n\x08shortage\x18\x02 \x01(\x0b\x32#.kvplane.kvmanager.v1.BlockShortageH\x00\x12\x32\n\x04\x64one\x18\x03 \x01(\x0b\x32\".kvplane.kvmanager.v1.SequenceDoneH\x00\x12)\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x18.kvplane.common.v1.ErrorH\x00\x42\x08\n\x06result\"\xe3\x01\n\rSequenceTable\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\x05\x12\x30\n\tblock_ids\x18\x02 \x01(\x0b\x32\x1d.kvplane.common.v1.Int32Array\x12\x1b\n\x13num_computed_tokens\x18\x03 \x01(\x05\x12\x36\n\x0f\x63opy_source_ids\x18\x04 \x01(\x0b\x32\x1d.kvplane.common.v1.Int32Array\x12\x36\n\x0f\x63opy_target_ids\x18\x05 \x01(\x0b\x32\x1d.kvplane.common.v1.Int32Array\"O\n\rBlockShortage\x12\x15\n\rneeded_blocks\x18\x01 \x01(\x05\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\x05\x12\x12\n\nvictim_ids\x18\x03 \x03(\t\"\x0e\n\x0cSequenceDone*{\n\rTokenSpanKind\x12\x1f\n\x1bTOKEN_SPAN_KIND_UNSPECIFIED\x10\x00\x12#\n\x1fTOKEN_SPAN_KIND_MULTIMODAL_ITEM\x10\x01\x12$\n TOKEN_SPAN_KIND_PROMPT_EMBEDDING\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(kvplane/kvmanager/v1/sequence_pool.proto\x12\x14kvplane.kvmanager.v1\x1a\x1ekvplane/common/v1/common.proto\"\x95\x01\n\x0fOpenPoolRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\x05\x12\x12\n\nblock_size\x18\x03 \x01(\x05\x12\x1e\n\x16\x64isable_prefix_caching\x18\x04 \x01(\x08\x12\x17\n\x0f\x65viction_policy\x18\x05 \x01(\t\x12\x10\n\x08lease_ms\x18\x06 \x01(\x05\"H\n\x10OpenPoolResponse\x12\x34\n\x04pool\x18\x01 \x01(\x0b\x32&.kvplane.kvmanager.v1.SequencePoolInfo\"#\n\x10\x43losePoolRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\"\x13\n\x11\x43losePoolResponse\"\x12\n\x10ListPoolsRequest\"J\n\x11ListPoolsResponse\x12\x35\n\x05pools\x18\x01 \x03(\x0b\x32&.kvplane.kvmanager.v1.SequencePoolInfo\"\xac\x02\n\x10SequencePoolInfo\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\x05\x12\x12\n\nblock_size\x18\x03 \x01(\x05\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\x05\x12\x15\n\rcached_blocks\x18\x05 \x01(\x05\x12\x15\n\rnum_sequences\x18\x06 \x01(\x05\x12\x16\n\x0eprefix_queries\x18\x07 \x01(\x03\x12\x13\n\x0bprefix_hits\x18\x08 \x01(\x03\x12\x10\n\x08lease_ms\x18\t \x01(\x05\x12\x1a\n\x12lease_remaining_ms\x18\n \x01(\x05\x12\x15\n\rlast_batch_id\x18\x0b \x01(\x04\x12\x11\n\tmax_spans\x18\x0c \x01(\x05\x12\x17\n\x0fisolate_tenants\x18\r \x01(\x08\"x\n\x16UpdateSequencesRequest\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x02 \x01(\x04\x12;\n\noperations\x18\x03 \x03(\x0b\x32\'.kvplane.kvmanager.v1.SequenceOperation\"\xae\x02\n\x11SequenceOperation\x12\x32\n\x04open\x18\x01 \x01(\x0b\x32\".kvplane.kvmanager.v1.OpenSequenceH\x00\x12\x36\n\x06\x65xtend\x18\x02 \x01(\x0b\x32$.kvplane.kvmanager.v1.ExtendSequenceH\x00\x12\x36\n\x06\x63ommit\x18\x03 \x01(\x0b\x32$.kvplane.kvmanager.v1.CommitSequenceH\x00\x12\x32\n\x04\x66ork\x18\x04 \x01(\x0b\x32\".kvplane.kvmanager.v1.ForkSequenceH\x00\x12\x34\n\x05\x63lose\x18\x05 \x01(\x0b\x32#.kvplane.kvmanager.v1.CloseSequenceH\x00\x42\x0b\n\toperation\"n\n\tTokenSpan\x12\x31\n\x04kind\x18\x01 \x01(\x0e\x32#.kvplane.kvmanager.v1.TokenSpanKind\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x0e\n\x06offset\x18\x03 \x01(\x05\x12\x0e\n\x06length\x18\x04 \x01(\x05\"\x90\x02\n\x0cOpenSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x30\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x1d.kvplane.common.v1.Int32Array\x12\x11\n\tnum_slots\x18\x03 \x01(\x05\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x0f\n\x07lora_id\x18\x06 \x01(\t\x12\x15\n\rlora_revision\x18\x07 \x01(\t\x12\x12\n\nis_resumed\x18\x08 \x01(\x08\x12.\n\x05spans\x18\t \x03(\x0b\x32\x1f.kvplane.kvmanager.v1.TokenSpan\x12\x14\n\x06tenant\x18\n \x01(\tB\x04\xc8\xd5\x18\x01\"\xb7\x01\n\x0e\x45xtendSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x30\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x1d.kvplane.common.v1.Int32Array\x12\x11\n\tnum_slots\x18\x03 \x01(\x05\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\x05\x12.\n\x05spans\x18\x05 \x03(\x0b\x32\x1f.kvplane.kvmanager.v1.TokenSpan\"B\n\x0e\x43ommitSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x1b\n\x13num_computed_tokens\x18\x02 \x01(\x05\"b\n\x0c\x46orkSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x17\n\x0fnew_sequence_id\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\x05\x12\x10\n\x08priority\x18\x04 \x01(\x05\"$\n\rCloseSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\"b\n\x17UpdateSequencesResponse\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\x35\n\x07results\x18\x02 \x03(\x0b\x32$.kvplane.kvmanager.v1.SequenceResult\"\xe8\x01\n\x0eSequenceResult\x12\x34\n\x05table\x18\x01 \x01(\x0b\x32#.kvplane.kvmanager.v1.SequenceTableH\x00\x12\x37\n\x08shortage\x18\x02 \x01(\x0b\x32#.kvplane.kvmanager.v1.BlockShortageH\x00\x12\x32\n\x04\x64one\x18\x03 \x01(\x0b\x32\".kvplane.kvmanager.v1.SequenceDoneH\x00\x12)\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x18.kvplane.common.v1.ErrorH\x00\x42\x08\n\x06result\"\xe3\x01\n\rSequenceTable\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\x05\x12\x30\n\tblock_ids\x18\x02 \x01(\x0b\x32\x1d.kvplane.common.v1.Int32Array\x12\x1b\n\x13num_computed_tokens\x18\x03 \x01(\x05\x12\x36\n\x0f\x63opy_source_ids\x18\x04 \x01(\x0b\x32\x1d.kvplane.common.v1.Int32Array\x12\x36\n\x0f\x63opy_target_ids\x18\x05 \x01(\x0b\x32\x1d.kvplane.common.v1.Int32Array\"O\n\rBlockShortage\x12\x15\n\rneeded_blocks\x18\x01 \x01(\x05\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\x05\x12\x12\n\nvictim_ids\x18\x03 \x03(\t\"\x0e\n\x0cSequenceDone*{\n\rTokenSpanKind\x12\x1f\n\x1bTOKEN_SPAN_KIND_UNSPECIFIED\x10\x00\x12#\n\x1fTOKEN_SPAN_KIND_MULTIMODAL_ITEM\x10\x01\x12$\n TOKEN_SPAN_KIND_PROMPT_EMBEDDING\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvplane.kvmanager.v1.sequence_pool_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOKENSPANKIND']._serialized_start=2643
-  _globals['_TOKENSPANKIND']._serialized_end=2766
+  _globals['_OPENSEQUENCE'].fields_by_name['tenant']._loaded_options = None
+  _globals['_OPENSEQUENCE'].fields_by_name['tenant']._serialized_options = b'\310\325\030\001'
+  _globals['_TOKENSPANKIND']._serialized_start=2649
+  _globals['_TOKENSPANKIND']._serialized_end=2772
   _globals['_OPENPOOLREQUEST']._serialized_start=99
   _globals['_OPENPOOLREQUEST']._serialized_end=248
   _globals['_OPENPOOLRESPONSE']._serialized_start=250
@@ -55,23 +57,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENSPAN']._serialized_start=1208
   _globals['_TOKENSPAN']._serialized_end=1318
   _globals['_OPENSEQUENCE']._serialized_start=1321
-  _globals['_OPENSEQUENCE']._serialized_end=1587
-  _globals['_EXTENDSEQUENCE']._serialized_start=1590
-  _globals['_EXTENDSEQUENCE']._serialized_end=1773
-  _globals['_COMMITSEQUENCE']._serialized_start=1775
-  _globals['_COMMITSEQUENCE']._serialized_end=1841
-  _globals['_FORKSEQUENCE']._serialized_start=1843
-  _globals['_FORKSEQUENCE']._serialized_end=1941
-  _globals['_CLOSESEQUENCE']._serialized_start=1943
-  _globals['_CLOSESEQUENCE']._serialized_end=1979
-  _globals['_UPDATESEQUENCESRESPONSE']._serialized_start=1981
-  _globals['_UPDATESEQUENCESRESPONSE']._serialized_end=2079
-  _globals['_SEQUENCERESULT']._serialized_start=2082
-  _globals['_SEQUENCERESULT']._serialized_end=2314
-  _globals['_SEQUENCETABLE']._serialized_start=2317
-  _globals['_SEQUENCETABLE']._serialized_end=2544
-  _globals['_BLOCKSHORTAGE']._serialized_start=2546
-  _globals['_BLOCKSHORTAGE']._serialized_end=2625
-  _globals['_SEQUENCEDONE']._serialized_start=2627
-  _globals['_SEQUENCEDONE']._serialized_end=2641
+  _globals['_OPENSEQUENCE']._serialized_end=1593
+  _globals['_EXTENDSEQUENCE']._serialized_start=1596
+  _globals['_EXTENDSEQUENCE']._serialized_end=1779
+  _globals['_COMMITSEQUENCE']._serialized_start=1781
+  _globals['_COMMITSEQUENCE']._serialized_end=1847
+  _globals['_FORKSEQUENCE']._serialized_start=1849
+  _globals['_FORKSEQUENCE']._serialized_end=1947
+  _globals['_CLOSESEQUENCE']._serialized_start=1949
+  _globals['_CLOSESEQUENCE']._serialized_end=1985
+  _globals['_UPDATESEQUENCESRESPONSE']._serialized_start=1987
+  _globals['_UPDATESEQUENCESRESPONSE']._serialized_end=2085
+  _globals['_SEQUENCERESULT']._serialized_start=2088
+  _globals['_SEQUENCERESULT']._serialized_end=2320
+  _globals['_SEQUENCETABLE']._serialized_start=2323
+  _globals['_SEQUENCETABLE']._serialized_end=2550
+  _globals['_BLOCKSHORTAGE']._serialized_start=2552
+  _globals['_BLOCKSHORTAGE']._serialized_end=2631
+  _globals['_SEQUENCEDONE']._serialized_start=2633
+  _globals['_SEQUENCEDONE']._serialized_end=2647
 # @@protoc_insertion_point(module_scope)
