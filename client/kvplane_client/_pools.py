@@ -9,7 +9,7 @@ import secrets
 
 from kvplane.kvmanager.v1 import sequence_pool_pb2 as pb
 
-from kvplane_client._calls import Calls
+from kvplane_client._manager_calls import ManagerCalls
 from kvplane_client._sequence_wire import pool_info_from
 from kvplane_client._stubs import Stubs
 from kvplane_client.errors import AlreadyExistsError
@@ -27,7 +27,7 @@ class Pools:
         stubs: Where.
     """
 
-    def __init__(self, calls: Calls, stubs: Stubs) -> None:
+    def __init__(self, calls: ManagerCalls, stubs: Stubs) -> None:
         self._calls = calls
         self._stubs = stubs
 

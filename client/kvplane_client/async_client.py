@@ -21,8 +21,8 @@ from kvplane.kvmanager.v1 import sequence_pool_pb2 as pool_pb
 
 from kvplane_client import _convert
 from kvplane_client._batch import complete_all
-from kvplane_client._calls import Calls
 from kvplane_client._contract import ManagerContract
+from kvplane_client._manager_calls import ManagerCalls
 from kvplane_client._pools import Pools
 from kvplane_client._readiness import wait_until_ready
 from kvplane_client._request_builder import build_pin, build_request
@@ -96,7 +96,7 @@ class AsyncClient:
         api_key: str | None = None,
     ) -> None:
         self._stubs = Stubs(target, credentials, api_key)
-        self._calls = Calls(ManagerContract(self._stubs), timeout, retry or RetryPolicy(), on_retry)
+        self._calls = ManagerCalls(ManagerContract(self._stubs), timeout, retry or RetryPolicy(), on_retry)
         self._pools = Pools(self._calls, self._stubs)
         self._live: weakref.WeakValueDictionary[str, ResumableRequest] = weakref.WeakValueDictionary()
 

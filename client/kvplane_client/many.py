@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
-from kvplane_client._calls import Calls
+from kvplane_client._manager_calls import ManagerCalls
 from kvplane_client._request_builder import build_fork, build_request
 from kvplane_client._resumable import ResumableRequest
 from kvplane_client._stubs import task_is_cancelled
@@ -55,7 +55,7 @@ class ManyStream:
         calls: How the client makes calls. Its timeout is that of a request that names none, and of none for the stream.
     """
 
-    def __init__(self, stub: InferenceServiceAsyncStub, calls: Calls) -> None:
+    def __init__(self, stub: InferenceServiceAsyncStub, calls: ManagerCalls) -> None:
         self._stub = stub
         self._calls = calls
         self._requests: dict[str, ManyRequest] = {}

@@ -13,7 +13,7 @@ from typing import Self
 from kvplane_client._resumable import ResumableRequest
 from kvplane_client.errors import InvalidArgumentError, KvPlaneError
 from kvplane_client.retry import RetryState
-from kvplane_client.types import Chunk, Completion, CompletionBuilder
+from kvplane_client.types import Chunk, Completion, completions_of
 
 __all__ = ["Fork", "ManyRequest"]
 
@@ -91,10 +91,7 @@ class ManyRequest:
         Raises:
             KvPlaneError: The request failed.
         """
-        builders = [CompletionBuilder() for _ in range(self.state.num_outputs)]
-        async for chunk in self:
-            builders[chunk.index].add(chunk)
-        return [builder.build() for builder in builders]
+        return await completions_of(self, self.state.num_outputs)
 
     def abort(self) -> None:
         """Ends the request; a last chunk with finish_reason ABORT follows unless it was over already."""

@@ -25,7 +25,7 @@ from kvplane_client.errors import (
     error_from_rpc,
 )
 from kvplane_client.retry import Deadline, RetryState
-from kvplane_client.types import Chunk, Completion, CompletionBuilder
+from kvplane_client.types import Chunk, Completion, completions_of
 
 if TYPE_CHECKING:
     from kvplane.kvmanager.v1.inference_service_pb2_grpc import InferenceServiceAsyncStub
@@ -119,10 +119,7 @@ class GenerationStream:
         Raises:
             KvPlaneError: The request failed.
         """
-        builders = [CompletionBuilder() for _ in range(self._request.num_outputs)]
-        async for chunk in self:
-            builders[chunk.index].add(chunk)
-        return [builder.build() for builder in builders]
+        return await completions_of(self, self._request.num_outputs)
 
     async def abort(self) -> None:
         """Ends the request; the stream then delivers a last chunk with finish_reason ABORT.

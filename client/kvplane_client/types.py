@@ -6,7 +6,7 @@ Station: the vocabulary of the package. Nothing here knows the wire.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypedDict
 
@@ -26,6 +26,7 @@ __all__ = [
     "TokenLogprobs",
     "Usage",
     "branch_seed",
+    "completions_of",
 ]
 
 
@@ -283,3 +284,11 @@ class CompletionBuilder:
             usage=last.usage,
             index=last.index,
         )
+
+
+async def completions_of(chunks: AsyncIterable[Chunk], num_outputs: int) -> list[Completion]:
+    """Waits for the end of a request's chunks and returns its outputs, as far as they are among these."""
+    builders = [CompletionBuilder() for _ in range(num_outputs)]
+    async for chunk in chunks:
+        builders[chunk.index].add(chunk)
+    return [builder.build() for builder in builders]

@@ -143,13 +143,19 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    limits, cost = SchedulerConfig(), CostModel()
     parser.add_argument("trace", type=Path, metavar="TRACE", help="the trace's file")
     parser.add_argument(
         "--format", choices=["auto", *FORMATS], default="auto", help="of the trace; default: %(default)s"
     )
     parser.add_argument("--limit", type=_count(0), default=0, help="most requests read; default: 0, all")
+    _add_pool(parser)
+    _add_order_and_limits(parser)
+    _add_costs(parser)
+    _add_output(parser)
+    return parser
 
+
+def _add_pool(parser: argparse.ArgumentParser) -> None:
     pool = parser.add_argument_group("pool")
     pool.add_argument(
         "--num-blocks", type=_count(0),
@@ -182,6 +188,9 @@ def _parser() -> argparse.ArgumentParser:
         help=f"count every id of a mooncake trace as {MOONCAKE_BLOCK} tokens, the last of a prompt, too",
     )  # fmt: skip
 
+
+def _add_order_and_limits(parser: argparse.ArgumentParser) -> None:
+    limits = SchedulerConfig()
     order = parser.add_argument_group("order and limits")
     order.add_argument(
         "--one-at-a-time", action="store_true",
@@ -203,14 +212,7 @@ def _parser() -> argparse.ArgumentParser:
             f"--fair-{name}-weight", type=_weight, default=getattr(DEFAULT_WEIGHTS, name),
             help=f"what {what} counts for its tenant; default: %(default)s",
         )  # fmt: skip
-    order.add_argument(
-        "--tenants", type=_shares, metavar="SHARES",
-        help="whose requests of a trace are that names no tenant: tenant-1's and so on, by these shares in turn, such"
-        " as 3,1",
-    )  # fmt: skip
-    order.add_argument(
-        "--isolate-tenants", action="store_true", help="share cached blocks only among requests of one tenant"
-    )
+    _add_tenants(order)
     order.add_argument(
         "--max-num-seqs", type=_count(1), default=limits.max_num_seqs, help="most running; default: %(default)s"
     )
@@ -231,6 +233,20 @@ def _parser() -> argparse.ArgumentParser:
         help="schedule a step before the result of the last; default: yes, as the manager does",
     )  # fmt: skip
 
+
+def _add_tenants(order: argparse._ArgumentGroup) -> None:
+    order.add_argument(
+        "--tenants", type=_shares, metavar="SHARES",
+        help="whose requests of a trace are that names no tenant: tenant-1's and so on, by these shares in turn, such"
+        " as 3,1",
+    )  # fmt: skip
+    order.add_argument(
+        "--isolate-tenants", action="store_true", help="share cached blocks only among requests of one tenant"
+    )
+
+
+def _add_costs(parser: argparse.ArgumentParser) -> None:
+    cost = CostModel()
     steps = parser.add_argument_group("what a step costs, in microseconds (the defaults: 8B parameters on one H100)")
     steps.add_argument(
         "--cost-model", type=Path, metavar="FILE",
@@ -245,6 +261,8 @@ def _parser() -> argparse.ArgumentParser:
         help="each token of a block swapped out or in; default: %(default)s",
     )  # fmt: skip
 
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON document; errors, too, on stderr")
     output.add_argument(
@@ -252,4 +270,3 @@ def _parser() -> argparse.ArgumentParser:
         help=f"draw hit ratio, queue and pool over time; its suffix, {' or '.join(SUFFIXES)}, decides the format; needs"
         " kvplane[plot]",
     )  # fmt: skip
-    return parser

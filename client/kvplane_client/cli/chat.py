@@ -10,6 +10,7 @@ from rich.console import Console
 from kvplane_client.cli import options as opt
 from kvplane_client.cli.generate import ABORTED, print_usage
 from kvplane_client.cli.output import err_console, escaped, print_json, write_text
+from kvplane_client.cli.request_options import with_request_options
 from kvplane_client.cli.session import CommandError, generation_session
 from kvplane_client.client import Client
 from kvplane_client.errors import KvPlaneError
@@ -90,63 +91,17 @@ class _Conversation:
                 raise CommandError(ABORTED)
 
 
+@with_request_options
 def chat(
     *,
     system: opt.System = None,
     usage: opt.Usage = False,
     as_json: opt.JsonFlag = False,
-    temperature: opt.Temperature = None,
-    top_k: opt.TopK = None,
-    top_p: opt.TopP = None,
-    min_p: opt.MinP = None,
-    repetition_penalty: opt.RepetitionPenalty = None,
-    presence_penalty: opt.PresencePenalty = None,
-    frequency_penalty: opt.FrequencyPenalty = None,
-    logit_bias: opt.LogitBias = None,
-    seed: opt.Seed = None,
-    logprobs: opt.Logprobs = None,
-    max_tokens: opt.MaxTokens = None,
-    min_tokens: opt.MinTokens = None,
-    stop: opt.Stop = None,
-    stop_token_id: opt.StopTokenId = None,
-    ignore_eos: opt.IgnoreEos = False,
-    include_stop: opt.IncludeStop = False,
-    priority: opt.Priority = 0,
-    retention_priority: opt.RetentionPriority = 0,
-    retention: opt.RetentionParts = None,
-    cache_salt: opt.CacheSalt = None,
-    tenant: opt.Tenant = None,
-    adapter: opt.Adapter = None,
-    deadline: opt.Deadline = None,
+    options: GenerateOptions,
     server: opt.Server = "localhost:50051",
     wait: opt.Wait = 0,
 ) -> None:
     """Talk with the model; the help text is _HELP."""
-    options = opt.chosen(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        logit_bias=logit_bias,
-        seed=seed,
-        logprobs=logprobs,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        stop=stop,
-        stop_token_ids=stop_token_id,
-        ignore_eos=ignore_eos,
-        include_stop=include_stop,
-        priority=priority,
-        retention_priority=retention_priority,
-        retention=retention,
-        cache_salt=cache_salt,
-        tenant=tenant,
-        adapter=adapter,
-        deadline=deadline,
-    )
     with generation_session(server, as_json=as_json, wait=wait) as (client, model):
         if not model.has_chat_template:
             raise CommandError(f"model {model.name} has no chat template: use `kvplane generate`")

@@ -19,11 +19,13 @@ import grpc
 import typer
 
 from kvplane_client._stubs import check_api_key
+from kvplane_client.cli.option_panel import Panel
+from kvplane_client.cli.signature import shows
 
 __all__ = ["API_KEY_VARIABLE", "Access", "connected", "current_access", "read_api_key"]
 
 API_KEY_VARIABLE = "KVPLANE_API_KEY"
-_PANEL = "Connection"
+_PANEL = Panel("Connection")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +85,14 @@ def read_ca(given: str) -> bytes:
 
 _OPTIONS: dict[str, Any] = {
     "tls": (
-        Annotated[
-            bool,
-            typer.Option(
-                "--tls", metavar="", envvar="KVPLANE_TLS",
-                help="Use TLS, with the system's authorities.", rich_help_panel=_PANEL,
-            ),
-        ],
+        Annotated[bool, _PANEL.option("--tls", "Use TLS, with the system's authorities.", envvar="KVPLANE_TLS")],
         False,
     ),
     "tls_ca": (
         Annotated[
             bytes | None,
-            typer.Option(
-                "--tls-ca", metavar="FILE", parser=read_ca, envvar="KVPLANE_TLS_CA",
-                help="Use TLS, and trust these PEM certificates.", rich_help_panel=_PANEL,
+            _PANEL.option(
+                "--tls-ca FILE", "Use TLS, and trust these PEM certificates.", parser=read_ca, envvar="KVPLANE_TLS_CA"
             ),
         ],
         None,
@@ -105,15 +100,16 @@ _OPTIONS: dict[str, Any] = {
     "api_key_file": (
         Annotated[
             str | None,
-            typer.Option(
-                "--api-key-file", metavar="FILE", parser=read_api_key, envvar="KVPLANE_API_KEY_FILE",
-                help="File with your key. Without it, KVPLANE_API_KEY is the key.",
-                rich_help_panel=_PANEL,
+            _PANEL.option(
+                "--api-key-file FILE",
+                "File with your key. Without it, KVPLANE_API_KEY is the key.",
+                parser=read_api_key,
+                envvar="KVPLANE_API_KEY_FILE",
             ),
         ],
         None,
     ),
-}  # fmt: skip
+}
 
 
 def connected(command: Callable[..., None]) -> Callable[..., None]:
@@ -129,14 +125,11 @@ def connected(command: Callable[..., None]) -> Callable[..., None]:
         finally:
             _access.reset(token)
 
-    signature = inspect.signature(command, eval_str=True)
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
         for name, (annotation, default) in _OPTIONS.items()
     ]
-    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in [*signature.parameters.values(), *added]}
-    return run
+    return shows(run, [*inspect.signature(command, eval_str=True).parameters.values(), *added])
 
 
 def _key_of_environment() -> str | None:

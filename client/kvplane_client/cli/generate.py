@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from kvplane_client.cli import options as opt
+from kvplane_client.cli.option_panel import Panel
 from kvplane_client.cli.output import err_console, escaped, print_json, write_text
+from kvplane_client.cli.prompt_input import ids_or_text
+from kvplane_client.cli.request_options import with_request_options
 from kvplane_client.cli.session import EXIT_ERROR, generation_session
-from kvplane_client.cli.values import integer, text
 from kvplane_client.client import SyncGenerationStream
 from kvplane_client.types import (
     ChatMessage,
@@ -19,6 +20,7 @@ from kvplane_client.types import (
     Completion,
     CompletionBuilder,
     FinishReason,
+    GenerateOptions,
     Prompt,
 )
 
@@ -55,93 +57,58 @@ Examples:
 """
 
 
+_GENERAL, _REQUEST = Panel(), Panel("Request")
+_PromptText = Annotated[
+    str | None, typer.Argument(metavar="PROMPT", help='Text to continue; "-" or nothing reads stdin.')
+]
+_Chat = Annotated[bool, _GENERAL.option("--chat", "Treat the prompt as a user message of a chat.")]
+_TokenIds = Annotated[str | None, _GENERAL.option("--token-ids IDS", 'Prompt as token ids, such as "1,2,3".')]
+_NumOutputs = Annotated[
+    int,
+    _GENERAL.integer(
+        "--num-outputs -N N",
+        "Outputs for the prompt, each shown when it is complete.",
+        least=1,
+        most=128,
+        advice="1 is usual",
+    ),
+]
+_Stream = Annotated[bool, _GENERAL.option("--stream/--no-stream", "Print pieces as they come.")]
+_RequestId = Annotated[
+    str | None,
+    _REQUEST.text(
+        "--request-id NAME",
+        "Name for `kvplane abort` and `kvplane requests`. Default: a random one.",
+        advice="shorten it",
+    ),
+]
+
+
+@with_request_options
 def generate(
-    prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help='Text to continue; "-" or nothing reads stdin.')
-    ] = None,
+    prompt: _PromptText = None,
     *,
-    chat: Annotated[
-        bool, typer.Option("--chat", metavar="", help="Treat the prompt as a user message of a chat.")
-    ] = False,
+    chat: _Chat = False,
     system: opt.System = None,
-    token_ids: Annotated[
-        str | None, typer.Option("--token-ids", metavar="IDS", help='Prompt as token ids, such as "1,2,3".')
-    ] = None,
-    num_outputs: Annotated[
-        int,
-        typer.Option(
-            "--num-outputs", "-N", metavar="N", parser=integer(1, 128, advice="1 is usual"),
-            help="Outputs for the prompt, each shown when it is complete.",
-        ),
-    ] = 1,
-    stream: Annotated[
-        bool, typer.Option("--stream/--no-stream", metavar="", help="Print pieces as they come.")
-    ] = True,
+    token_ids: _TokenIds = None,
+    num_outputs: _NumOutputs = 1,
+    stream: _Stream = True,
     usage: opt.Usage = False,
     as_json: opt.JsonFlag = False,
-    temperature: opt.Temperature = None,
-    top_k: opt.TopK = None,
-    top_p: opt.TopP = None,
-    min_p: opt.MinP = None,
-    repetition_penalty: opt.RepetitionPenalty = None,
-    presence_penalty: opt.PresencePenalty = None,
-    frequency_penalty: opt.FrequencyPenalty = None,
-    logit_bias: opt.LogitBias = None,
-    seed: opt.Seed = None,
-    logprobs: opt.Logprobs = None,
-    max_tokens: opt.MaxTokens = None,
-    min_tokens: opt.MinTokens = None,
-    stop: opt.Stop = None,
-    stop_token_id: opt.StopTokenId = None,
-    ignore_eos: opt.IgnoreEos = False,
-    include_stop: opt.IncludeStop = False,
-    priority: opt.Priority = 0,
-    retention_priority: opt.RetentionPriority = 0,
-    retention: opt.RetentionParts = None,
-    cache_salt: opt.CacheSalt = None,
-    tenant: opt.Tenant = None,
-    adapter: opt.Adapter = None,
-    request_id: Annotated[
-        str | None,
-        typer.Option(
-            "--request-id", metavar="NAME", parser=text(0, 256, advice="shorten it"),
-            help="Name for `kvplane abort` and `kvplane requests`. Default: a random one.", rich_help_panel="Request",
-        ),
-    ] = None,
-    deadline: opt.Deadline = None,
+    options: GenerateOptions,
+    request_id: _RequestId = None,
     server: opt.Server = "localhost:50051",
     wait: opt.Wait = 0,
-) -> None:  # fmt: skip
+) -> None:
     """Continue a prompt; the help text is _HELP."""
     full_prompt = _prompt(prompt, token_ids, chat, system)
-    options = opt.chosen(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        logit_bias=logit_bias,
-        seed=seed,
-        logprobs=logprobs,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        stop=stop,
-        stop_token_ids=stop_token_id,
-        ignore_eos=ignore_eos,
-        include_stop=include_stop,
-        priority=priority,
-        retention_priority=retention_priority,
-        retention=retention,
-        cache_salt=cache_salt,
-        tenant=tenant,
-        adapter=adapter,
-        request_id=request_id,
-        deadline=deadline,
-        n=num_outputs if num_outputs > 1 else None,
-    )
-    options.setdefault("max_tokens", max(DEFAULT_MAX_TOKENS, min_tokens or 0))
+    limit = options.get("max_tokens") or max(DEFAULT_MAX_TOKENS, options.get("min_tokens") or 0)
+    is_told_of_limit = "max_tokens" not in options and not as_json
+    options["max_tokens"] = limit
+    if num_outputs > 1:
+        options["n"] = num_outputs
+    if request_id is not None:
+        options["request_id"] = request_id
     with (
         generation_session(server, as_json=as_json, wait=wait) as (client, model),
         client.stream(full_prompt, **options) as output,
@@ -150,18 +117,32 @@ def generate(
             last = outputs_out(output, num_outputs, as_json=as_json, stream=stream, as_ids=not model.has_tokenizer)
         else:
             last = stream_out(output, as_json=as_json, stream=stream, as_ids=not model.has_tokenizer)
-    if last is None:
-        return
+    if last is not None:
+        _tell_end(last, usage=usage, as_json=as_json, default_limit=limit if is_told_of_limit else None)
+
+
+def _tell_end(last: Chunk, *, usage: bool, as_json: bool, default_limit: int | None) -> None:
+    """Tells on stderr what is to be said of an output that is over.
+
+    Args:
+        last: Its last chunk.
+        usage: Whether token counts are asked for.
+        as_json: Whether stderr is for JSON alone.
+        default_limit: Tokens after which it ends although nobody asked for that; None where somebody did.
+
+    Raises:
+        typer.Exit: Somebody else ended the request.
+    """
     if usage:
         print_usage(last)
     if last.finish_reason is FinishReason.ABORT:
         if not as_json:
             err_console().print(f"[bold red]error:[/bold red] {ABORTED}")
         raise typer.Exit(EXIT_ERROR)
-    if max_tokens is None and not as_json and last.finish_reason is FinishReason.LENGTH:
+    if default_limit is not None and last.finish_reason is FinishReason.LENGTH:
         assert last.usage is not None, "the last chunk carries usage"
-        if last.usage.completion_tokens == options["max_tokens"]:
-            err_console().print(f"[dim]ended after {options['max_tokens']} tokens; -n N sets another limit[/dim]")
+        if last.usage.completion_tokens == default_limit:
+            err_console().print(f"[dim]ended after {default_limit} tokens; -n N sets another limit[/dim]")
 
 
 generate.__doc__ = _HELP
@@ -241,20 +222,12 @@ def _shown(piece: Chunk | Completion, as_ids: bool) -> str:
 
 def _prompt(prompt: str | None, token_ids: str | None, chat: bool, system: str | None) -> Prompt:
     """Puts the prompt together from the argument, the flags and standard input."""
-    if token_ids is not None:
-        if prompt is not None or chat or system is not None:
-            raise typer.BadParameter("--token-ids is a prompt of its own: give it without PROMPT, --chat and --system")
-        return opt.parse_token_ids(token_ids)
-    if prompt in (None, "-"):
-        if prompt is None and sys.stdin.isatty():
-            raise typer.BadParameter('expected a PROMPT, or text on stdin; try: kvplane generate "Hello"')
-        prompt = sys.stdin.read()
-    if not prompt:
-        raise typer.BadParameter("the prompt is empty")
-    if not chat and system is None:
-        return prompt
+    beside = " and ".join(["--chat"] * chat + ["--system"] * (system is not None))
+    text = ids_or_text(prompt, token_ids, name="PROMPT", beside=beside, example='kvplane generate "Hello"')
+    if not isinstance(text, str) or (not chat and system is None):
+        return text
     opening = [ChatMessage("system", system)] if system is not None else []
-    return [*opening, ChatMessage("user", prompt)]
+    return [*opening, ChatMessage("user", text)]
 
 
 def print_usage(last: Chunk) -> None:

@@ -10,7 +10,8 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from kvplane_client.cli.values import MAX_INT32, address, integer, number, refused, text, to_float, to_int
+from kvplane_client.cli.option_panel import Panel
+from kvplane_client.cli.values import MAX_INT32, address, refused, to_float, to_int
 from kvplane_client.types import GenerateOptions, Retention, RetentionLevel, RetentionRange
 
 __all__ = [
@@ -46,10 +47,11 @@ __all__ = [
     "parse_token_ids",
 ]
 
-_SAMPLING = "Sampling"
-_STOPPING = "Stopping"
-_REQUEST = "Request"
-_CONNECTION = "Connection"
+_GENERAL = Panel()
+_SAMPLING = Panel("Sampling")
+_STOPPING = Panel("Stopping")
+_REQUEST = Panel("Request")
+_CONNECTION = Panel("Connection")
 # As the contract states them.
 _MAX_STOPS = 16
 _MAX_STOP_TOKENS = 64
@@ -59,183 +61,176 @@ _MAX_SECONDS = MAX_INT32 / 1000  # as milliseconds
 
 Server = Annotated[
     str,
-    typer.Option(
-        "--server", "-s", metavar="ADDR", envvar="KVPLANE_SERVER", parser=address,
-        help="Manager to talk to, as host:port.", rich_help_panel=_CONNECTION,
+    _CONNECTION.option(
+        "--server -s ADDR", "Manager to talk to, as host:port.", parser=address, envvar="KVPLANE_SERVER"
     ),
-]  # fmt: skip
-Wait = Annotated[
-    float,
-    typer.Option(
-        "--wait", metavar="SEC", parser=number(0, advice="0 does not wait"),
-        help="Seconds to wait for the server to become ready.", rich_help_panel=_CONNECTION,
-    ),
-]  # fmt: skip
-JsonFlag = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON for scripts; errors, too, on stderr.")]
-System = Annotated[
-    str | None, typer.Option("--system", metavar="TEXT", help="System message that opens the conversation.")
 ]
-Usage = Annotated[bool, typer.Option("--usage", metavar="", help="Print token counts and finish reason on stderr.")]
+Wait = Annotated[
+    float, _CONNECTION.number("--wait SEC", "Seconds to wait for the server to become ready.", advice="0 does not wait")
+]
+JsonFlag = Annotated[bool, _GENERAL.option("--json", "Print JSON for scripts; errors, too, on stderr.")]
+System = Annotated[str | None, _GENERAL.option("--system TEXT", "System message that opens the conversation.")]
+Usage = Annotated[bool, _GENERAL.option("--usage", "Print token counts and finish reason on stderr.")]
 
 Temperature = Annotated[
     float | None,
-    typer.Option(
-        "--temperature", "-t", metavar="X", parser=number(0, advice="0 always takes the likeliest token, 1 is usual"),
-        help="At least 0; 0 always takes the likeliest token. The server's default is 1.", rich_help_panel=_SAMPLING,
+    _SAMPLING.number(
+        "--temperature -t X",
+        "At least 0; 0 always takes the likeliest token. The server's default is 1.",
+        advice="0 always takes the likeliest token, 1 is usual",
     ),
-]  # fmt: skip
+]
 TopK = Annotated[
     int | None,
-    typer.Option(
-        "--top-k", metavar="K", parser=integer(0, MAX_INT32, advice="0 keeps all tokens"),
-        help="Choose among the K likeliest tokens; 0: all.", rich_help_panel=_SAMPLING,
+    _SAMPLING.integer(
+        "--top-k K", "Choose among the K likeliest tokens; 0: all.", least=0, advice="0 keeps all tokens"
     ),
-]  # fmt: skip
+]
 TopP = Annotated[
     float | None,
-    typer.Option(
-        "--top-p", metavar="P", parser=number(0, 1, above=True, advice="1 keeps all tokens"),
-        help="Choose among the likeliest tokens that together have probability P.", rich_help_panel=_SAMPLING,
+    _SAMPLING.number(
+        "--top-p P",
+        "Choose among the likeliest tokens that together have probability P.",
+        most=1,
+        above=True,
+        advice="1 keeps all tokens",
     ),
-]  # fmt: skip
+]
 MinP = Annotated[
     float | None,
-    typer.Option(
-        "--min-p", metavar="P", parser=number(0, 1, advice="0 drops no token"),
-        help="Drop tokens less likely than P times the likeliest.", rich_help_panel=_SAMPLING,
+    _SAMPLING.number(
+        "--min-p P", "Drop tokens less likely than P times the likeliest.", most=1, advice="0 drops no token"
     ),
-]  # fmt: skip
+]
 RepetitionPenalty = Annotated[
     float | None,
-    typer.Option(
-        "--repetition-penalty", metavar="X", parser=number(0.0625, 16, advice="1 is none"),
-        help="Above 1 discourages tokens seen before; 0.0625 to 16.", rich_help_panel=_SAMPLING,
+    _SAMPLING.number(
+        "--repetition-penalty X",
+        "Above 1 discourages tokens seen before; 0.0625 to 16.",
+        least=0.0625,
+        most=16,
+        advice="1 is none",
     ),
-]  # fmt: skip
+]
 PresencePenalty = Annotated[
     float | None,
-    typer.Option(
-        "--presence-penalty", metavar="X", parser=number(-2, 2, advice="0 is none"),
-        help="-2 to 2, for tokens in the output.", rich_help_panel=_SAMPLING,
+    _SAMPLING.number(
+        "--presence-penalty X", "-2 to 2, for tokens in the output.", least=-2, most=2, advice="0 is none"
     ),
-]  # fmt: skip
+]
 FrequencyPenalty = Annotated[
     float | None,
-    typer.Option(
-        "--frequency-penalty", metavar="X", parser=number(-2, 2, advice="0 is none"),
-        help="-2 to 2, for each time a token is in the output.", rich_help_panel=_SAMPLING,
+    _SAMPLING.number(
+        "--frequency-penalty X",
+        "-2 to 2, for each time a token is in the output.",
+        least=-2,
+        most=2,
+        advice="0 is none",
     ),
-]  # fmt: skip
+]
 LogitBias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--logit-bias", metavar="ID:X", help="Add X, -100 to 100, to a token's logit. Repeat for more.",
-        rich_help_panel=_SAMPLING,
-    ),
-]  # fmt: skip
+    list[str] | None, _SAMPLING.option("--logit-bias ID:X", "Add X, -100 to 100, to a token's logit. Repeat for more.")
+]
 Seed = Annotated[
     int | None,
-    typer.Option(
-        "--seed", metavar="N", parser=integer(0, 2**64 - 1, advice="any such number does; leave it out for another"),
-        help="The same seed gives the same output.", rich_help_panel=_SAMPLING,
+    _SAMPLING.integer(
+        "--seed N",
+        "The same seed gives the same output.",
+        least=0,
+        most=2**64 - 1,
+        advice="any such number does; leave it out for another",
     ),
-]  # fmt: skip
+]
 Logprobs = Annotated[
     int | None,
-    typer.Option(
-        "--logprobs", metavar="N", parser=integer(0, MAX_INT32, advice="0 reports the chosen token's alone"),
-        help="Log probabilities of the chosen token and the N likeliest, with --json.", rich_help_panel=_SAMPLING,
+    _SAMPLING.integer(
+        "--logprobs N",
+        "Log probabilities of the chosen token and the N likeliest, with --json.",
+        least=0,
+        advice="0 reports the chosen token's alone",
     ),
-]  # fmt: skip
+]
 
 MaxTokens = Annotated[
     int | None,
-    typer.Option(
-        "--max-tokens", "-n", metavar="N",
-        parser=integer(1, MAX_INT32, advice="a number beyond the model's length is no limit"),
-        help="Most tokens to produce; the model's length ends it in any case.", rich_help_panel=_STOPPING,
+    _STOPPING.integer(
+        "--max-tokens -n N",
+        "Most tokens to produce; the model's length ends it in any case.",
+        least=1,
+        advice="a number beyond the model's length is no limit",
     ),
-]  # fmt: skip
+]
 MinTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--min-tokens", metavar="N", parser=integer(0, MAX_INT32, advice="0 is none"),
-        help="Fewest tokens to produce.", rich_help_panel=_STOPPING,
-    ),
-]  # fmt: skip
+    int | None, _STOPPING.integer("--min-tokens N", "Fewest tokens to produce.", least=0, advice="0 is none")
+]
 Stop = Annotated[
     list[str] | None,
-    typer.Option(
-        "--stop", metavar="TEXT", parser=text(1, 256, advice="shorten it, or leave it out"),
-        help="String that ends the output. Repeat for more.", rich_help_panel=_STOPPING,
+    _STOPPING.text(
+        "--stop TEXT", "String that ends the output. Repeat for more.", least=1, advice="shorten it, or leave it out"
     ),
-]  # fmt: skip
+]
 StopTokenId = Annotated[
     list[int] | None,
-    typer.Option(
-        "--stop-token-id", metavar="ID", parser=integer(0, MAX_INT32, advice="use ids of the served model"),
-        help="Token id that ends it. Repeat for more.", rich_help_panel=_STOPPING,
+    _STOPPING.integer(
+        "--stop-token-id ID", "Token id that ends it. Repeat for more.", least=0, advice="use ids of the served model"
     ),
-]  # fmt: skip
-IgnoreEos = Annotated[
-    bool,
-    typer.Option("--ignore-eos", metavar="", help="Go on after end-of-sequence tokens.", rich_help_panel=_STOPPING),
 ]
-IncludeStop = Annotated[
-    bool, typer.Option("--include-stop", metavar="", help="Keep the matched stop string.", rich_help_panel=_STOPPING)
-]
+IgnoreEos = Annotated[bool, _STOPPING.option("--ignore-eos", "Go on after end-of-sequence tokens.")]
+IncludeStop = Annotated[bool, _STOPPING.option("--include-stop", "Keep the matched stop string.")]
 
 Priority = Annotated[
     int,
-    typer.Option(
-        "--priority", metavar="N", parser=integer(-MAX_INT32 - 1, MAX_INT32, advice="0 is usual"),
-        help="Lower is served first, under the manager's --policy priority.", rich_help_panel=_REQUEST,
+    _REQUEST.integer(
+        "--priority N",
+        "Lower is served first, under the manager's --policy priority.",
+        least=-MAX_INT32 - 1,
+        advice="0 is usual",
     ),
-]  # fmt: skip
+]
 RetentionPriority = Annotated[
     int,
-    typer.Option(
-        "--retention-priority", metavar="N", parser=integer(-100, 100, advice="0 is usual"),
-        help="Higher stays in the cache longer, under --eviction-policy priority; -100 to 100.",
-        rich_help_panel=_REQUEST,
+    _REQUEST.integer(
+        "--retention-priority N",
+        "Higher stays in the cache longer, under --eviction-policy priority; -100 to 100.",
+        least=-100,
+        most=100,
+        advice="0 is usual",
     ),
-]  # fmt: skip
+]
 RetentionParts = Annotated[
     list[str] | None,
-    typer.Option(
-        "--retention", metavar="PART=N",
-        help="The same for a part: START:STOP=N of the prompt, or decode=N. N/SEC holds so long. Repeat for more.",
-        rich_help_panel=_REQUEST,
+    _REQUEST.option(
+        "--retention PART=N",
+        "The same for a part: START:STOP=N of the prompt, or decode=N. N/SEC holds so long. Repeat for more.",
     ),
-]  # fmt: skip
+]
 CacheSalt = Annotated[
     str | None,
-    typer.Option(
-        "--cache-salt", metavar="TEXT", parser=text(0, 256, advice="a hash of it does, too"),
-        help="Share cached blocks only with requests of the same salt.", rich_help_panel=_REQUEST,
+    _REQUEST.text(
+        "--cache-salt TEXT", "Share cached blocks only with requests of the same salt.", advice="a hash of it does, too"
     ),
-]  # fmt: skip
+]
 Tenant = Annotated[
     str | None,
-    typer.Option(
-        "--tenant", metavar="NAME", parser=text(0, 256, advice="shorten it"),
-        help="Whose request it is: each has its share under --policy fair.", rich_help_panel=_REQUEST,
-    ),
-]  # fmt: skip
+    _REQUEST.text("--tenant NAME", "Whose request it is: each has its share under --policy fair.", advice="shorten it"),
+]
 Adapter = Annotated[
     str | None,
-    typer.Option(
-        "--adapter", metavar="NAME", parser=text(0, 256, advice="`kvplane adapter list` shows the names"),
-        help="Run with this LoRA adapter; see `kvplane adapter`.", rich_help_panel=_REQUEST,
+    _REQUEST.text(
+        "--adapter NAME",
+        "Run with this LoRA adapter; see `kvplane adapter`.",
+        advice="`kvplane adapter list` shows the names",
     ),
-]  # fmt: skip
+]
 Deadline = Annotated[
     float | None,
-    typer.Option(
-        "--deadline", metavar="SEC", parser=number(0, above=True, advice="leave it out for no limit"),
-        help="Seconds an answer may take in all; then it ends with an error.", rich_help_panel=_REQUEST,
+    _REQUEST.number(
+        "--deadline SEC",
+        "Seconds an answer may take in all; then it ends with an error.",
+        above=True,
+        advice="leave it out for no limit",
     ),
-]  # fmt: skip
+]
 
 
 def chosen(**values: Any) -> GenerateOptions:

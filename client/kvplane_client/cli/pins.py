@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from kvplane_client.cli import options as opt
 from kvplane_client.cli.output import escaped, keys_told, out_console, print_json, visible
+from kvplane_client.cli.prompt_input import ids_or_text
 from kvplane_client.cli.session import session
 from kvplane_client.manager_types import PinnedPrefix
 
@@ -46,7 +46,8 @@ def pin(
 
       kvplane pin few-shot "Q: What is the capital of France?" --cache-salt acme
     """
-    what = _prefix(prefix, token_ids)
+    example = 'kvplane pin support "Be brief."'
+    what = ids_or_text(prefix, token_ids, name="PREFIX", beside="", example=example)
     with session(server, as_json=as_json, wait=wait) as client:
         pinned = client.pin_prefix(name, what, cache_salt=cache_salt or "", tenant=tenant or "", adapter=adapter or "")
     if as_json:
@@ -98,21 +99,6 @@ def pins(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: op
         return
     out_console().print(_table(pinned.pins))
     out_console().print(f"pins may name {pinned.max_blocks} blocks in all", style="dim")
-
-
-def _prefix(prefix: str | None, token_ids: str | None) -> str | list[int]:
-    """Returns the prefix from the argument, the flag or standard input."""
-    if token_ids is not None:
-        if prefix is not None:
-            raise typer.BadParameter("--token-ids is a prefix of its own: give it without PREFIX")
-        return opt.parse_token_ids(token_ids)
-    if prefix in (None, "-"):
-        if prefix is None and sys.stdin.isatty():
-            raise typer.BadParameter('expected a PREFIX, or text on stdin; try: kvplane pin support "Be brief."')
-        prefix = sys.stdin.read()
-    if not prefix:
-        raise typer.BadParameter("the prefix is empty")
-    return prefix
 
 
 def _table(pinned: Sequence[PinnedPrefix]) -> Table:

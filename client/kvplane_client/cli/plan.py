@@ -20,9 +20,10 @@ from kvplane_client.cli.capacity import (
     plan_capacity,
 )
 from kvplane_client.cli.model_states import STATE
+from kvplane_client.cli.option_panel import Panel
 from kvplane_client.cli.output import out_console, print_json
 from kvplane_client.cli.session import CommandError, reported
-from kvplane_client.cli.values import MAX_INT32, integer, number, one_of, parse_size
+from kvplane_client.cli.values import parse_size
 
 __all__ = ["plan"]
 
@@ -50,70 +51,80 @@ Examples:
 """
 
 
+_OPTIONS = Panel()
+_Model = Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a config.json, or its folder.")]
+_Memory = Annotated[int, _OPTIONS.option("--memory SIZE", "Memory of the device, such as 80GiB.", parser=parse_size)]
+_Dtype = Annotated[
+    str,
+    _OPTIONS.one_of("--dtype TYPE", "What weights are kept in.", names=list(DTYPE_BYTES), advice="bfloat16 is usual"),
+]
+_KvDtype = Annotated[
+    str,
+    _OPTIONS.one_of(
+        "--kv-dtype --kv-cache-dtype TYPE",
+        "What K and V are kept in; auto: as weights.",
+        names=["auto", *KV_DTYPE_BYTES],
+        advice="auto is that of the weights",
+    ),
+]
+_Utilization = Annotated[
+    float,
+    _OPTIONS.number("--utilization X", "Share of the memory to use.", most=1, above=True, advice="0.9 is usual"),
+]
+_Overhead = Annotated[
+    int, _OPTIONS.option("--overhead SIZE", "Activations and runtime, such as 6GiB.", parser=parse_size)
+]
+_Weights = Annotated[
+    int | None, _OPTIONS.option("--weights SIZE", "What weights take. Default: reckoned.", parser=parse_size)
+]
+_BlockSize = Annotated[
+    int, _OPTIONS.integer("--block-size N", "Tokens per block.", least=1, most=1024, advice="16 is usual")
+]
+_ContextLen = Annotated[
+    int | None,
+    _OPTIONS.integer(
+        "--context-len N",
+        "Tokens of one user. Default: the model's longest.",
+        least=1,
+        advice="leave it out for the model's longest",
+    ),
+]
+_LongestChunk = Annotated[
+    int,
+    _OPTIONS.integer(
+        "--max-num-batched-tokens N",
+        "Most tokens of one step, as of the manager. Layers with a window hold as many beside it.",
+        least=1,
+        advice="as the manager's",
+    ),
+]
+_StateInterval = Annotated[
+    int,
+    _OPTIONS.integer(
+        "--state-interval N",
+        "Fewest tokens of a block where layers keep a state (Mamba), as of the executor.",
+        least=1,
+        most=65_536,
+        advice="as the executor's",
+    ),
+]
+
+
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a config.json, or its folder.")],
+    model: _Model,
     *,
-    memory: Annotated[
-        int, typer.Option("--memory", metavar="SIZE", parser=parse_size, help="Memory of the device, such as 80GiB.")
-    ],
-    dtype: Annotated[
-        str,
-        typer.Option(
-            "--dtype", metavar="TYPE", parser=one_of(lambda: list(DTYPE_BYTES), advice="bfloat16 is usual"),
-            help="What weights are kept in.",
-        ),
-    ] = "bfloat16",
-    kv_dtype: Annotated[
-        str,
-        typer.Option(
-            "--kv-dtype", "--kv-cache-dtype", metavar="TYPE", help="What K and V are kept in; auto: as weights.",
-            parser=one_of(lambda: ["auto", *KV_DTYPE_BYTES], advice="auto is that of the weights"),
-        ),
-    ] = "auto",
-    utilization: Annotated[
-        float,
-        typer.Option(
-            "--utilization", metavar="X", parser=number(0, 1, above=True, advice="0.9 is usual"),
-            help="Share of the memory to use.",
-        ),
-    ] = 0.9,
-    overhead: Annotated[
-        int,
-        typer.Option("--overhead", metavar="SIZE", parser=parse_size, help="Activations and runtime, such as 6GiB."),
-    ] = "2GiB",  # type: ignore[assignment]  # typer parses defaults, too
-    weights: Annotated[
-        int | None,
-        typer.Option("--weights", metavar="SIZE", parser=parse_size, help="What weights take. Default: reckoned."),
-    ] = None,
-    block_size: Annotated[
-        int,
-        typer.Option(
-            "--block-size", metavar="N", parser=integer(1, 1024, advice="16 is usual"), help="Tokens per block."
-        ),
-    ] = 16,
-    context_len: Annotated[
-        int | None,
-        typer.Option(
-            "--context-len", metavar="N", parser=integer(1, MAX_INT32, advice="leave it out for the model's longest"),
-            help="Tokens of one user. Default: the model's longest.",
-        ),
-    ] = None,
-    longest_chunk: Annotated[
-        int,
-        typer.Option(
-            "--max-num-batched-tokens", metavar="N", parser=integer(1, MAX_INT32, advice="as the manager's"),
-            help="Most tokens of one step, as of the manager. Layers with a window hold as many beside it.",
-        ),
-    ] = 2048,
-    state_interval: Annotated[
-        int,
-        typer.Option(
-            "--state-interval", metavar="N", parser=integer(1, 65_536, advice="as the executor's"),
-            help="Fewest tokens of a block where layers keep a state (Mamba), as of the executor.",
-        ),
-    ] = 512,
+    memory: _Memory,
+    dtype: _Dtype = "bfloat16",
+    kv_dtype: _KvDtype = "auto",
+    utilization: _Utilization = 0.9,
+    overhead: _Overhead = "2GiB",  # type: ignore[assignment]  # typer parses defaults, too
+    weights: _Weights = None,
+    block_size: _BlockSize = 16,
+    context_len: _ContextLen = None,
+    longest_chunk: _LongestChunk = 2048,
+    state_interval: _StateInterval = 512,
     as_json: opt.JsonFlag = False,
-) -> None:  # fmt: skip
+) -> None:
     """Reckon what fits; the help text is _HELP."""
     with reported(as_json):
         try:
@@ -134,13 +145,7 @@ def plan(
         except PlanError as error:
             raise CommandError(str(error)) from error
     if as_json:
-        print_json(
-            {
-                "model": dataclasses.asdict(shape),
-                "capacity": dataclasses.asdict(capacity),
-                "kv_cache": _kv_cache(capacity),
-            }
-        )
+        print_json(_document(shape, capacity))
         return
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in _rows(capacity):
@@ -149,6 +154,14 @@ def plan(
 
 
 plan.__doc__ = _HELP
+
+
+def _document(shape: ModelShape, capacity: Capacity) -> dict[str, Any]:
+    return {
+        "model": dataclasses.asdict(shape),
+        "capacity": dataclasses.asdict(capacity),
+        "kv_cache": _kv_cache(capacity),
+    }
 
 
 def _kv_cache(capacity: Capacity) -> dict[str, Any]:

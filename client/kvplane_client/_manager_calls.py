@@ -17,13 +17,13 @@ from kvplane_client._stubs import task_is_cancelled
 from kvplane_client.errors import RequestCancelledError, error_from_rpc
 from kvplane_client.retry import Deadline, RetryListener, RetryPolicy, RetryState
 
-__all__ = ["Calls"]
+__all__ = ["ManagerCalls"]
 
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response", bound=Message)
 
 
-class Calls:
+class ManagerCalls:
     """Makes calls.
 
     Args:
