@@ -131,7 +131,11 @@ class SimBackend(Backend):
         self._config = config
         self._num_blocks = config.num_blocks_override or config.sim_num_blocks
         bytes_per_block = config.block_size * _BYTES_PER_SLOT
-        self._groups = [KvGroupSpec(1, 1, 1, bytes_per_block, window) for window in config.sim_windows or (0,)]
+        heads = {window: 0 if window == STATE else 1 for window in config.sim_windows or (0,)}
+        self._groups = [
+            KvGroupSpec(1, heads[window], heads[window], bytes_per_block, window)
+            for window in config.sim_windows or (0,)
+        ]
         self._roots, self._factors = group_constants(len(self._groups))
         self._salts = {0: 0}
         fits = (self._num_blocks - 1) // len(self._groups) * config.block_size

@@ -19,12 +19,31 @@ WINDOWS = (0, 6, 9)
 """Of the KV groups of an executor that has several."""
 CHUNKS = (0, -6)
 """Of one whose second KV group has chunks."""
+STATES = (0, -1)
+"""Of one whose second KV group keeps a state."""
 VOCAB_SIZE = 1000
 ANSWER_WITHIN_S = 60.0
 # Where arithmetic, tables and copies are at work.
-COMPUTING = ("tables/", "groups/", "windows/", "rows/", "cache/", "feeds/", "copies/", "sampling/", "numerics/")
-NEED_GROUPS = {case.name for case in selected(["groups/", "windows/"])}
+COMPUTING = (
+    "tables/",
+    "groups/",
+    "windows/",
+    "states/",
+    "rows/",
+    "cache/",
+    "feeds/",
+    "copies/",
+    "sampling/",
+    "numerics/",
+)
+NEED_GROUPS = {case.name for case in selected(["groups/", "windows/", "states/"])}
 """What is skipped of an executor with one KV group."""
+NEED_WINDOWS = {case.name for case in selected(["windows/"])}
+"""What is skipped of one without windows and chunks."""
+NEED_STATES = {case.name for case in selected(["states/"])}
+"""What is skipped of one without states."""
+NEED_NO_STATES = {"tables/shared_prefix_filled_now", "tables/prompt_cut_into_rows"}
+"""What is skipped of one with them."""
 NEED_CHUNKS = {"windows/chunk_begins_anew"}
 """What is skipped of one without chunks."""
 

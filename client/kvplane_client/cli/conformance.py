@@ -36,7 +36,8 @@ _HELP = """Try whether an executor keeps the contract: over gRPC, in any languag
 ADDRESS is the executor's host:port. What its cache holds is lost, so it must
 serve no manager. Outputs of a sim executor are compared with its formula,
 those of any other with what it computes itself, plainly; and with NumPy's, if
-it serves a model that --write-model made and --model names.
+it serves a model that --write-model made and --model names. LoRA adapters are
+tried with such a model, with a sim executor, and with those of --adapter.
 
 Exit codes: 0 all passed (or were skipped), 1 some failed, 2 wrong usage or no
 executor, 130 interrupted.
@@ -63,6 +64,13 @@ def conformance(
     show_list: Annotated[bool, typer.Option("--list", metavar="", help="List the cases and run none.")] = False,
     model: Annotated[
         Path | None, typer.Option("--model", metavar="DIR", help="The model that is served, made by --write-model.")
+    ] = None,
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter", metavar="SOURCE",
+            help="A LoRA adapter of the served model, as the executor finds it. Repeat for a second.",
+        ),
     ] = None,
     write_model: Annotated[
         Path | None, typer.Option("--write-model", metavar="DIR", help="Write a small random model and run no case.")
@@ -113,7 +121,9 @@ def conformance(
             raise refused("the executor's address", "none", "such as localhost:50061", option="ADDRESS")
         else:
             reference = None if model is None else _read_model(model)
-            run = _run(address, cases, reference, _Choices(tolerance, timeout, wait, junit, as_json))
+            run = _run(
+                address, cases, reference, _Choices(tolerance, timeout, wait, junit, as_json, tuple(adapters or ()))
+            )
             asyncio.run(run)
     except UnusableError as error:
         _stop(str(error), as_json)
@@ -133,6 +143,7 @@ class _Choices:
     wait: float
     junit: Path | None
     as_json: bool
+    adapters: tuple[str, ...]
 
 
 async def _run(address: str, cases: list[Case], reference: ReferenceModel | None, choices: _Choices) -> None:
@@ -142,7 +153,7 @@ async def _run(address: str, cases: list[Case], reference: ReferenceModel | None
         await target.meet(choices.wait)
         judge = choose_judge(target, reference, choices.tolerance)
         report = _Report(choices.as_json, max(len(case.name) for case in cases))
-        async for result in run_cases(target, judge, cases):
+        async for result in run_cases(target, judge, cases, choices.adapters):
             results.append(result)
             report.show(result)
         if choices.junit is not None:

@@ -15,21 +15,45 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvplane_client.conformance import sim_formula
+from kvplane_client.conformance.steps import Adapter
 from kvplane_client.conformance.target import Target
 
 if TYPE_CHECKING:
     from kvplane_client.conformance.reference_model import ReferenceModel
 
-__all__ = ["Expected", "Judge", "ModelJudge", "Output", "SelfJudge", "SimJudge", "disagreement", "tolerance_of"]
+__all__ = [
+    "Expected",
+    "Judge",
+    "ModelJudge",
+    "Output",
+    "Question",
+    "SelfJudge",
+    "SimJudge",
+    "disagreement",
+    "tolerance_of",
+]
 
 _TOLERANCES = {"float64": 1e-3, "float32": 1e-3, "float16": 0.02, "bfloat16": 0.15}
 _COARSE_TOLERANCE = 0.5
 _SIM_FINGERPRINT = "sim-1-vocab-"
 
 Tokens = tuple[int, ...]
+
+
+class Question(NamedTuple):
+    """What comes after a sequence, with an adapter or without?"""
+
+    tokens: Tokens
+    adapter: Adapter | None = None
+
+    @property
+    def key(self) -> tuple[Tokens, str]:
+        """Equal for questions of one answer: an adapter is what its revision names, whenever it was loaded."""
+        return self.tokens, "" if self.adapter is None else self.adapter.revision
 
 
 @dataclass(frozen=True)
@@ -60,8 +84,8 @@ class Judge(ABC):
     tolerance: float
 
     @abstractmethod
-    async def expected(self, sequences: Sequence[Tokens]) -> list[Expected]:
-        """Says what comes after each. Whatever the cache holds may be gone then."""
+    async def expected(self, questions: Sequence[Question]) -> list[Expected]:
+        """Says what comes after each. Whatever the cache holds, and adapters that are loaded, may be gone then."""
 
 
 class SimJudge(Judge):
@@ -70,19 +94,23 @@ class SimJudge(Judge):
     name = "the formula of the sim backend"
     tolerance = 0.0
 
-    def __init__(self, vocab_size: int, windows: Sequence[int]) -> None:
-        self._vocab_size = vocab_size
-        self._windows = windows
+    def __init__(self, target: Target) -> None:
+        geometry = target.geometry
+        self._vocab_size = target.info.vocab_size
+        self._windows = [1 if group in geometry.states else size for group, size in enumerate(geometry.windows)]
 
     @staticmethod
     def applies_to(target: Target) -> bool:
         """Whether the executor's outputs follow from the formula."""
         return target.info.backend == "sim" and target.info.model_fingerprint.startswith(_SIM_FINGERPRINT)
 
-    async def expected(self, sequences: Sequence[Tokens]) -> list[Expected]:
+    async def expected(self, questions: Sequence[Question]) -> list[Expected]:
         """Computes the formula."""
-        tokens = [sim_formula.next_token(sequence, self._vocab_size, self._windows) for sequence in sequences]
-        return [Expected(token, {}) for token in tokens]
+        return [Expected(self._next_token(*question), {}) for question in questions]
+
+    def _next_token(self, tokens: Tokens, adapter: Adapter | None) -> int:
+        salt = 0 if adapter is None else sim_formula.adapter_salt(adapter.revision)
+        return sim_formula.next_token(tokens, self._vocab_size, self._windows, salt)
 
 
 class ModelJudge(Judge):
@@ -91,20 +119,21 @@ class ModelJudge(Judge):
     name = "the reference model in NumPy"
 
     def __init__(self, model: ReferenceModel, tolerance: float) -> None:
-        self._model = model
+        self.model = model
         self.tolerance = tolerance
-        self._known: dict[Tokens, Expected] = {}
+        self._known: dict[tuple[Tokens, str], Expected] = {}
 
-    async def expected(self, sequences: Sequence[Tokens]) -> list[Expected]:
+    async def expected(self, questions: Sequence[Question]) -> list[Expected]:
         """Computes the model; one pass gives what comes after every beginning of a sequence."""
-        for sequence in sorted(sequences, key=len, reverse=True):
-            if sequence not in self._known:
-                rows = self._model.logprobs(sequence)
+        for question in sorted(questions, key=lambda one: len(one.tokens), reverse=True):
+            tokens, adapter = question
+            if question.key not in self._known:
+                rows = self.model.logprobs(tokens, None if adapter is None else Path(adapter.source))
                 for length, row in enumerate(rows, start=1):
                     logprobs = dict(enumerate(row))
                     token = max(logprobs, key=logprobs.__getitem__)
-                    self._known.setdefault(sequence[:length], Expected(token, logprobs))
-        return [self._known[sequence] for sequence in sequences]
+                    self._known.setdefault(Question(tokens[:length], adapter).key, Expected(token, logprobs))
+        return [self._known[question.key] for question in questions]
 
 
 class SelfJudge(Judge):
@@ -117,18 +146,18 @@ class SelfJudge(Judge):
 
     name = "the executor itself: each sequence alone, whole, in empty blocks"
 
-    def __init__(self, ask: Callable[[Sequence[Tokens]], Awaitable[list[Output]]], tolerance: float) -> None:
+    def __init__(self, ask: Callable[[Sequence[Question]], Awaitable[list[Output]]], tolerance: float) -> None:
         self._ask = ask
         self.tolerance = tolerance
-        self._known: dict[Tokens, Expected] = {}
+        self._known: dict[tuple[Tokens, str], Expected] = {}
 
-    async def expected(self, sequences: Sequence[Tokens]) -> list[Expected]:
+    async def expected(self, questions: Sequence[Question]) -> list[Expected]:
         """Has those computed that are not known yet."""
-        unknown = list(dict.fromkeys(sequence for sequence in sequences if sequence not in self._known))
+        unknown = list({question.key: question for question in questions if question.key not in self._known}.values())
         if unknown:
-            for sequence, output in zip(unknown, await self._ask(unknown), strict=True):
-                self._known[sequence] = Expected(output.token, dict(output.logprobs))
-        return [self._known[sequence] for sequence in sequences]
+            for question, output in zip(unknown, await self._ask(unknown), strict=True):
+                self._known[question.key] = Expected(output.token, dict(output.logprobs))
+        return [self._known[question.key] for question in questions]
 
 
 def disagreement(output: Output, expected: Expected, tolerance: float) -> tuple[str, str] | None:

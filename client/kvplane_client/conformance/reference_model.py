@@ -12,6 +12,7 @@ rotary layout (halves, not pairs) are those of transformers' `LlamaForCausalLM` 
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from kvplane_client.conformance.outcome import UnusableError
+from kvplane_client.conformance.reference_adapter import adapter_deltas
 
 __all__ = ["ReferenceModel", "write_model"]
 
@@ -150,16 +152,40 @@ class ReferenceModel:
             self._theta = float(config.get("rope_theta", 10000.0))
             head = "model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"
             self._head = self._weights[head]
+            self._adapted: dict[Path, ReferenceModel] = {}
         except (KeyError, TypeError, ValueError) as error:
             message = f"{folder}: expected the configuration of a Llama or Ministral decoder, got {error!r}"
             raise UnusableError(message) from error
 
-    def logprobs(self, sequence: Sequence[int]) -> list[list[float]]:
+    @property
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of the layers that adapters may be for, by name."""
+        names = [name.removesuffix(".weight") for name in self._weights if name.endswith("_proj.weight")]
+        return {
+            name: (self._weights[f"{name}.weight"].shape[0], self._weights[f"{name}.weight"].shape[1]) for name in names
+        }
+
+    def adapted(self, adapter: Path) -> ReferenceModel:
+        """The model with an adapter's matrices added to its weights; read once."""
+        if adapter not in self._adapted:
+            model = copy.copy(self)
+            weights = {f"{name}.weight": delta for name, delta in adapter_deltas(adapter).items()}
+            model._weights = self._weights | {name: self._weights[name] + delta for name, delta in weights.items()}
+            self._adapted[adapter] = model
+        return self._adapted[adapter]
+
+    def logprobs(self, sequence: Sequence[int], adapter: Path | None = None) -> list[list[float]]:
         """Computes what comes after every beginning of a sequence.
+
+        Args:
+            sequence: Its tokens.
+            adapter: The folder of a LoRA adapter that all of them are computed with.
 
         Shape:
             sequence: (T,); returns (T, V) natural log probabilities.
         """
+        if adapter is not None:
+            return self.adapted(adapter).logprobs(sequence)
         hidden = self._weights["model.embed_tokens.weight"][np.array(sequence)]
         cosine, sine = self._rotation(len(sequence))
         for layer, window in enumerate(self._windows):

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from kvplane_client.conformance.bench import Bench, ask_alone
+from kvplane_client.conformance.adapter_sources import AdapterSources, choose_sources
+from kvplane_client.conformance.alone import ask_alone
+from kvplane_client.conformance.bench import Bench
 from kvplane_client.conformance.cases import all_cases
 from kvplane_client.conformance.judges import Judge, ModelJudge, SelfJudge, SimJudge, tolerance_of
 from kvplane_client.conformance.outcome import CaseFailedError, CaseSkippedError, ExecutorGoneError, UnusableError
@@ -80,29 +82,44 @@ def choose_judge(target: Target, model: ReferenceModel | None, tolerance: float 
             raise UnusableError(f"{message}, got one with {model.vocab_size}")
         return ModelJudge(model, allowed)
     if SimJudge.applies_to(target):
-        return SimJudge(target.info.vocab_size, target.geometry.windows)
+        return SimJudge(target)
     return SelfJudge(ask_alone(target), allowed)
 
 
-async def run_cases(target: Target, judge: Judge, cases: Sequence[Case]) -> AsyncIterator[Result]:
-    """Runs cases and yields each one's end. Where the executor has gone, those that are left fail at once."""
+async def run_cases(
+    target: Target, judge: Judge, cases: Sequence[Case], adapters: Sequence[str] = ()
+) -> AsyncIterator[Result]:
+    """Runs cases and yields each one's end. Where the executor has gone, those that are left fail at once.
+
+    Args:
+        target: The executor, met.
+        judge: Of its outputs.
+        cases: In the order in which they are run.
+        adapters: Sources of LoRA adapters for the model that is served, for one that the kit can make none for.
+    """
+    sources = choose_sources(target, judge, adapters)
     gone_since = ""
-    for case in cases:
-        if gone_since:
-            got = f"none since {gone_since}"
-            yield Result(case.name, Outcome.FAILED, 0.0, case.summary, case.contract, "an executor that answers", got)
-            continue
-        result = await _run(target, judge, case)
-        yield result
-        if result.outcome is Outcome.FAILED and not await target.is_alive():
-            gone_since = case.name
+    try:
+        for case in cases:
+            if gone_since:
+                got = f"none since {gone_since}"
+                yield Result(
+                    case.name, Outcome.FAILED, 0.0, case.summary, case.contract, "an executor that answers", got
+                )
+                continue
+            result = await _run(target, judge, sources, case)
+            yield result
+            if result.outcome is Outcome.FAILED and not await target.is_alive():
+                gone_since = case.name
+    finally:
+        sources.close()
 
 
-async def _run(target: Target, judge: Judge, case: Case) -> Result:
+async def _run(target: Target, judge: Judge, sources: AdapterSources, case: Case) -> Result:
     started = time.monotonic()
     outcome, contract, expected, got, reason = Outcome.PASSED, "", "", "", ""
     try:
-        bench = Bench(target, judge, await target.fresh())
+        bench = Bench(target, judge, sources, await target.fresh())
         try:
             await case.run(bench)
         finally:

@@ -8,9 +8,10 @@ Source: splitmix64's finaliser (Steele, Lea, Flood 2014); polynomial hashing (Ka
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
-__all__ = ["next_token"]
+__all__ = ["adapter_salt", "next_token"]
 
 _MASK = 2**64 - 1
 _G = 0x9E6C63D0876A9A47
@@ -18,13 +19,20 @@ _ROOT = 0x6A09E667F3BCC908
 _GROUP = 0x3C6EF372FE94F82B
 
 
-def next_token(sequence: Sequence[int], vocab_size: int, windows: Sequence[int] = (0,)) -> int:
+def adapter_salt(revision: str) -> int:
+    """Returns what each token adds to the digests of a row with an adapter."""
+    return int.from_bytes(hashlib.sha256(revision.encode()).digest()[:8], "little")
+
+
+def next_token(sequence: Sequence[int], vocab_size: int, windows: Sequence[int] = (0,), salt: int = 0) -> int:
     """Returns the greedy token after a sequence of at least one token.
 
     Args:
         sequence: The tokens.
         vocab_size: The executor's.
-        windows: Of each KV group, in tokens, 0 for full attention, the size of chunks negated.
+        windows: Of each KV group, in tokens, 0 for full attention, the size of chunks negated. The state after the
+            newest token is all that a state keeps: it counts as a window of 1.
+        salt: Of the adapter that it is computed with.
     """
     # A group's digests are those of the first, each with the difference of the roots added.
     digest, power = 0, 1
@@ -33,7 +41,7 @@ def next_token(sequence: Sequence[int], vocab_size: int, windows: Sequence[int] 
         for group, window in enumerate(windows):
             if window < 0 and position % -window == 0:  # digests begin anew
                 contents[group], before[group] = 0, digest
-        digest = (digest + _mix(token << 32 | position)) & _MASK
+        digest = (digest + _mix(token << 32 | position) + salt) & _MASK
         for group, window in enumerate(windows):
             if window <= 0 or position >= len(sequence) - window:
                 contents[group] += (_ROOT + group * _GROUP + digest - before[group]) * power

@@ -2,8 +2,8 @@
 
 Station: called by `bench`; knows the wire, no executor. A `Track` is a sequence as the kit follows it, a `Row` the part
 of it that one step computes. Blocks are logical numbers here, from 0: with G KV groups, group g keeps logical block b
-in block 1 + b * G + g, so that no block is in tables of two groups. In the tables of a sliding window, or of chunks,
-every entry that may be the null block is, as a manager has it that frees blocks as the window moves.
+in block 1 + b * G + g, so that no block is in tables of two groups. In the tables of a sliding window, of chunks, or of
+states, every entry that may be the null block is, as a manager has it that frees blocks as the window moves.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ __all__ = [
     "D2D",
     "D2H",
     "H2D",
+    "Adapter",
     "Copy",
     "Geometry",
     "Row",
@@ -43,16 +44,18 @@ class Geometry:
 
     Attributes:
         block_size: Tokens per block.
-        windows: Of each KV group, in tokens, 0 for full attention, the size of chunks negated. Each has a table of its
-            own.
+        windows: Of each KV group, in tokens, 0 for full attention and for states, the size of chunks negated. Each has
+            a table of its own.
         num_blocks: Logical blocks.
         num_host_blocks: Logical host blocks.
+        states: The groups that keep a state.
     """
 
     block_size: int
     windows: tuple[int, ...]
     num_blocks: int
     num_host_blocks: int
+    states: frozenset[int] = frozenset()
 
     @property
     def num_groups(self) -> int:
@@ -68,7 +71,9 @@ class Geometry:
         return block * self.num_groups + group
 
     def first_read(self, group: int, position: int) -> int:
-        """The place in a group's table of the first block that a token at a position reads."""
+        """The place in a group's table of the first block that a row from a position on reads, or starts from."""
+        if group in self.states:
+            return max(0, position - 1) // self.block_size
         return self.first_position(group, position) // self.block_size
 
     def first_position(self, group: int, position: int) -> int:
@@ -77,6 +82,16 @@ class Geometry:
         if window < 0:
             return position - position % -window
         return max(0, position - window + 1) if window else 0
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter that is loaded; fields as in `LoraAdapter`."""
+
+    name: str
+    source: str
+    revision: str
+    adapter_id: int
 
 
 @dataclass
@@ -88,12 +103,14 @@ class Track:
         blocks: Its logical blocks, enough for all that will be computed.
         computed: How many tokens have K/V once all steps built so far have run.
         of_group: Other logical blocks than those, of a group that has such.
+        adapter: What its tokens are computed with; None is the model itself.
     """
 
     tokens: list[int]
     blocks: list[int]
     computed: int = 0
     of_group: dict[int, list[int]] = field(default_factory=dict)
+    adapter: Adapter | None = None
 
     def next(self, count: int | None = None, **values: object) -> Row:
         """A row that computes the next tokens, all that are known without a count."""
@@ -119,7 +136,7 @@ class Track:
 
     def fork(self, blocks: list[int]) -> Track:
         """Another sequence that begins with the same tokens."""
-        return Track(list(self.tokens), blocks, self.computed)
+        return Track(list(self.tokens), blocks, self.computed, adapter=self.adapter)
 
 
 @dataclass(frozen=True)
@@ -141,7 +158,7 @@ class Row:
         end: The sequence's length after the step.
         feed: The sample of the step before that is the last token, -1 for none.
         samples: How tokens are drawn after it; None is one greedy token with log probabilities, () is none.
-        keeps: Whether its tables name blocks that lie before a window, too.
+        keeps: Whether its tables name blocks that lie before a window, or before a state, too.
     """
 
     track: Track
@@ -231,6 +248,8 @@ def build_step(
     )
     if any(row.feed >= 0 for row in rows):
         request.feeds_from.CopyFrom(column(row.feed for row in rows))
+    if any(row.track.adapter is not None for row in rows):
+        request.adapter_ids.CopyFrom(column(row.track.adapter.adapter_id if row.track.adapter else 0 for row in rows))
     samples = [
         (index, one) for index, row in enumerate(rows) for one in ([default] if row.samples is None else row.samples)
     ]

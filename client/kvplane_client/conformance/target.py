@@ -19,7 +19,7 @@ from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvplane.executor.v1.executor_service_pb2_grpc import ExecutorServiceStub
 
 from kvplane_client.conformance.outcome import CaseFailedError, ExecutorGoneError, UnusableError
-from kvplane_client.conformance.steps import Geometry
+from kvplane_client.conformance.steps import Adapter, Geometry
 
 if TYPE_CHECKING:
     from kvplane.executor.v1.executor_service_pb2_grpc import ExecutorServiceAsyncStub
@@ -78,6 +78,7 @@ class Target:
         self.max_batched_tokens = MAX_BATCHED_TOKENS_AT_LEAST
         self.beyond_windows = 0
         self.blocks_beyond_windows = 0
+        self._may_have_adapters = True
 
     async def __aenter__(self) -> Self:
         return self
@@ -102,6 +103,9 @@ class Target:
             got = f"block_size {info.block_size}, vocab_size {info.vocab_size}, {len(info.kv_groups)} kv_groups"
             raise UnusableError(f"expected a model with block_size, vocab_size and kv_groups, got {got}")
         windows = tuple(_window_of(group) for group in info.kv_groups)
+        states = frozenset(
+            group for group, kind in enumerate(info.kv_groups) if kind.type == pb.KV_GROUP_TYPE_RECURRENT_STATE
+        )
         self.beyond_windows = max(map(abs, windows)) + 3 * info.block_size + 1 if any(windows) else 0
         if self.beyond_windows + 2 * info.block_size > info.max_model_len:
             self.beyond_windows = 0
@@ -118,16 +122,32 @@ class Target:
         self.blocks_beyond_windows = 16 + 3 * -(-self.beyond_windows // info.block_size)
         num_blocks = min(max(NUM_BLOCKS, self.blocks_beyond_windows), (self.profile.num_blocks - 1) // groups)
         host_blocks = min(NUM_HOST_BLOCKS, self.profile.num_host_blocks // groups)
-        self.geometry = Geometry(info.block_size, windows, num_blocks, host_blocks)
+        self.geometry = Geometry(info.block_size, windows, num_blocks, host_blocks, states)
 
     async def fresh(self) -> int:
-        """Starts an empty cache under the kit's limits. Returns its epoch."""
+        """Starts an empty cache under the kit's limits, with no adapter loaded. Returns its epoch."""
+        await self.unload_adapters()
         await self._profile()
         request = pb.InitializeKvCacheRequest(
             num_blocks=self.geometry.num_blocks * self.geometry.num_groups + 1,
             num_host_blocks=self.geometry.num_host_blocks * self.geometry.num_groups,
         )
         return (await self.call(self.stub.InitializeKvCache(request))).kv_cache.kv_epoch
+
+    async def load_adapter(self, name: str, source: str, revision: str = "") -> Adapter:
+        """Has an adapter loaded that should be. Raises as `call`."""
+        self._may_have_adapters = True
+        request = pb.LoadAdapterRequest(name=name, source=source, revision=revision)
+        loaded = (await self.call(self.stub.LoadAdapter(request))).adapter
+        return Adapter(loaded.name, loaded.source, loaded.revision, loaded.adapter_id)
+
+    async def unload_adapters(self) -> None:
+        """Has all adapters unloaded. Raises as `call`."""
+        if not self._may_have_adapters or not self.info.max_adapters:
+            return
+        for adapter in (await self.call(self.stub.ListAdapters(pb.ListAdaptersRequest()))).adapters:
+            await self.call(self.stub.UnloadAdapter(pb.UnloadAdapterRequest(name=adapter.name)))
+        self._may_have_adapters = False
 
     async def call(self, call: Awaitable[_T]) -> _T:
         """Waits for an answer that should be a good one.
@@ -227,20 +247,20 @@ class Target:
 
 
 def _window_of(group: pb.KvGroup) -> int:
-    """How many tokens the layers of a group read, 0 for all, or the size of their chunks, negated.
+    """How many tokens the layers of a group read, 0 for all and for a state, or the size of their chunks, negated.
 
     Raises:
         UnusableError: The kit does not know how they use their blocks.
     """
-    if group.type == pb.KV_GROUP_TYPE_FULL_ATTENTION:
+    if group.type in (pb.KV_GROUP_TYPE_FULL_ATTENTION, pb.KV_GROUP_TYPE_RECURRENT_STATE):
         return 0
     if group.type == pb.KV_GROUP_TYPE_SLIDING_WINDOW and group.window >= 1:
         return group.window
     if group.type == pb.KV_GROUP_TYPE_CHUNKED_LOCAL and group.chunk >= 1:
         return -group.chunk
     raise UnusableError(
-        "this kit tries KV groups of full attention, of sliding windows and of chunks of at least 1 token, got "
-        f"KvGroupType {group.type} with a window of {group.window} and a chunk of {group.chunk}"
+        "this kit tries KV groups of full attention, of states, and of sliding windows and chunks of at least 1 token, "
+        f"got KvGroupType {group.type} with a window of {group.window} and a chunk of {group.chunk}"
     )
 
 

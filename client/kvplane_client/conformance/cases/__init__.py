@@ -13,6 +13,7 @@ from kvplane_client.conformance.cases import (
     numerics,
     rows,
     sampling,
+    states,
     steps,
     streams,
     tables,
@@ -24,8 +25,8 @@ from kvplane_client.conformance.registry import Case
 __all__ = ["all_cases"]
 
 _TOPICS = (
-    handshake, steps, epochs, streams, tables, groups, windows, rows, cache, feeds, copies, tags, sampling, malformed,
-    numerics,
+    handshake, steps, epochs, streams, tables, groups, windows, states, rows, cache, feeds, copies, tags, sampling,
+    malformed, numerics,
 )  # fmt: skip
 
 

@@ -48,9 +48,18 @@ async def model_info(bench: Bench) -> None:
         list(info.eos_token_ids),
     )
     for group in info.kv_groups:
-        sizes = (group.num_layers, group.num_kv_heads, group.head_dim, group.bytes_per_block)
+        sizes = (group.num_layers, group.bytes_per_block)
         bench.true(min(sizes) >= 1, "KvGroup.bytes_per_block: bytes_per_block is bytes one block takes over all layers "
-                   "of the group.", "layers, heads, head_dim and bytes of at least 1", sizes)  # fmt: skip
+                   "of the group.", "layers and bytes of at least 1", sizes)  # fmt: skip
+        heads = (group.num_kv_heads, group.head_dim)
+        if group.type == pb.KV_GROUP_TYPE_RECURRENT_STATE:
+            contract = (
+                "KvGroup.num_kv_heads: num_kv_heads is K/V heads per layer, 0 with KV_GROUP_TYPE_RECURRENT_STATE."
+            )
+            bench.equal(heads, (0, 0), contract)
+        else:
+            bench.true(min(heads) >= 1, "KvGroup.head_dim: head_dim is elements per head",
+                       "heads and head_dim of at least 1", heads)  # fmt: skip
         if group.type != pb.KV_GROUP_TYPE_SLIDING_WINDOW:
             bench.equal(group.window, 0, "KvGroup.window: At least 1 there, 0 for other types.")
         if group.type != pb.KV_GROUP_TYPE_CHUNKED_LOCAL:

@@ -106,6 +106,7 @@ async def shared_prefix_filled_before(bench: Bench) -> None:
 @TOPIC.case(_SHARED)
 async def shared_prefix_filled_now(bench: Bench) -> None:
     """A prefix is filled by the last row of the step whose first rows read it."""
+    _require_no_states(bench)
     size = bench.block_size
     prefix = bench.track(2 * size, blocks=bench.blocks(3))
     tails = [_continued(bench, prefix, salt) for salt in (1, 2)]
@@ -116,6 +117,7 @@ async def shared_prefix_filled_now(bench: Bench) -> None:
 @TOPIC.case(_SHARED)
 async def prompt_cut_into_rows(bench: Bench) -> None:
     """One sequence's chunks are the rows of one step, the later ones first."""
+    _require_no_states(bench)
     size = bench.block_size
     track = bench.track(3 * size)
     rows = [track.next(size), track.next(size), track.next(size)]
@@ -163,6 +165,12 @@ async def every_token_counts(bench: Bench) -> None:
             raise CaseFailedError(
                 _TABLE, f"another output where token {place} of {length} is another", "the same, to the last bit"
             )
+
+
+def _require_no_states(bench: Bench) -> None:
+    """Raises CaseSkippedError for a model of whose steps no row may start from what another leaves."""
+    if bench.geometry.states:
+        raise CaseSkippedError("needs a model whose layers keep no state")
 
 
 def _continued(bench: Bench, prefix: Track, salt: int) -> Track:

@@ -122,10 +122,11 @@ async def prefix_found_behind_a_window(bench: Bench) -> None:
 @TOPIC.case(_IDS)
 async def null_in_full_attention(bench: Bench) -> None:
     """The null block in a table of full attention is refused, though it lies before another group's window."""
-    windows = bench.geometry.windows
-    if all(windows):
+    geometry = bench.geometry
+    full = [group for group, size in enumerate(geometry.windows) if not size and group not in geometry.states]
+    if not full:
         raise CaseSkippedError("needs a KV group of full attention beside one with a window or chunks")
-    await _refused(bench, lambda step: _put(step.block_tables[windows.index(0)], 0), _IDS)
+    await _refused(bench, lambda step: _put(step.block_tables[full[0]], 0), _IDS)
 
 
 @TOPIC.case(_NULL)
