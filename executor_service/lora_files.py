@@ -133,8 +133,12 @@ def read_adapter_files(source: str, max_file_bytes: int) -> AdapterFiles:
 
 def _folder(source: str, max_file_bytes: int) -> Path:
     """The folder that a source names, fetched from the hub if there is none of that path. Raises AdapterError."""
-    path = Path(source).expanduser()
-    return path if path.is_dir() else fetch_adapter(source, (CONFIG_FILE, WEIGHTS_FILE), max_file_bytes)
+    try:
+        path = Path(source).expanduser()
+        is_folder = path.is_dir()
+    except (OSError, RuntimeError) as error:  # a name too long, a user without a home
+        raise _not_readable(source, "a folder on the executor's machine, or a hub id", error) from error
+    return path if is_folder else fetch_adapter(source, (CONFIG_FILE, WEIGHTS_FILE), max_file_bytes)
 
 
 def _read_config(folder: Path, source: str) -> dict[str, Any]:

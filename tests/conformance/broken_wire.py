@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -12,9 +12,10 @@ import grpc.aio
 from kvplane.common.v1 import common_pb2
 from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvplane.executor.v1 import executor_service_pb2_grpc as pb_grpc
+from kvplane_client.conformance.target import info_of
 
 from executor_service.server import running_executor
-from tests.conformance.broken_backends import FaultyBackend, FaultyGroups
+from tests.conformance.broken_backends import FaultyBackend
 from tests.conformance.trial import sim_config
 
 EPOCH_KEY = "kvplane-kv-epoch"
@@ -30,7 +31,7 @@ class Wire(pb_grpc.ExecutorServiceServicer):
         backend: What it computes with.
     """
 
-    def __init__(self, stub: pb_grpc.ExecutorServiceStub, backend: FaultyBackend) -> None:
+    def __init__(self, stub: pb_grpc.ExecutorServiceStub, backend: FaultyBackend | None) -> None:
         self.stub = stub
         self.backend = backend
         self.server: grpc.aio.Server | None = None
@@ -46,6 +47,15 @@ class Wire(pb_grpc.ExecutorServiceServicer):
 
     async def Reset(self, request, context):  # noqa: N802
         return await self.passed(self.stub.Reset(request), context)
+
+    async def LoadAdapter(self, request, context):  # noqa: N802
+        return await self.passed(self.stub.LoadAdapter(request), context)
+
+    async def UnloadAdapter(self, request, context):  # noqa: N802
+        return await self.passed(self.stub.UnloadAdapter(request), context)
+
+    async def ListAdapters(self, request, context):  # noqa: N802
+        return await self.passed(self.stub.ListAdapters(request), context)
 
     async def ListBlockTags(self, request, context):  # noqa: N802
         try:
@@ -112,11 +122,11 @@ class IgnoresFeeds(Wire):
     async def sent(self, requests):
         async for request in requests:
             if request.feeds_from.data:
-                indptr, tokens = (_ints(column) for column in (request.query_indptr, request.token_ids))
-                for row, feed in enumerate(_ints(request.feeds_from)):
+                indptr, tokens = (ints(packed) for packed in (request.query_indptr, request.token_ids))
+                for row, feed in enumerate(ints(request.feeds_from)):
                     if feed >= 0 and row + 1 < len(indptr):
                         tokens[indptr[row + 1] - 1] = 0
-                request.token_ids.CopyFrom(_column(tokens))
+                request.token_ids.CopyFrom(column(tokens))
                 request.ClearField("feeds_from")
                 request.feeds_from_step_id = 0
             yield request
@@ -173,8 +183,8 @@ class AnswersMalformedSteps(Wire):
             yield pb.ExecuteResponse(
                 step_id=step_id,
                 kv_epoch=info.kv_cache.kv_epoch,
-                sampled_token_ids=_column([0]),
-                computed_upto=_column([1]),
+                sampled_token_ids=column([0]),
+                computed_upto=column([1]),
             )
 
 
@@ -226,7 +236,7 @@ class CountsShort(Wire):
     """Says that one token less is computed than is."""
 
     def answered(self, response):
-        response.computed_upto.CopyFrom(_column([max(0, value - 1) for value in _ints(response.computed_upto)]))
+        response.computed_upto.CopyFrom(column([max(0, value - 1) for value in ints(response.computed_upto)]))
         return response
 
 
@@ -236,7 +246,7 @@ class AcceptsNullBlocksAnywhere(Wire):
     async def sent(self, requests):
         async for request in requests:
             for table in request.block_tables:
-                table.block_ids.CopyFrom(_column([block or 1 for block in _ints(table.block_ids)]))
+                table.block_ids.CopyFrom(column([block or 1 for block in ints(table.block_ids)]))
             yield request
 
 
@@ -249,8 +259,8 @@ class TakesAnyNumberOfTables(Wire):
             tables = list(request.block_tables)[:num_groups]
             if len(tables) == num_groups - 1:
                 cache = (await self.stub.GetModelInfo(pb.GetModelInfoRequest())).kv_cache
-                count = len(_ints(tables[0].block_ids))
-                blocks = _column([cache.num_blocks - 1 - place for place in range(count)])
+                count = len(ints(tables[0].block_ids))
+                blocks = column([cache.num_blocks - 1 - place for place in range(count)])
                 tables.append(pb.BlockTables(block_indptr=tables[0].block_indptr, block_ids=blocks,
                                              last_block_len=tables[0].last_block_len))  # fmt: skip
             del request.block_tables[:]
@@ -259,14 +269,21 @@ class TakesAnyNumberOfTables(Wire):
 
 
 @asynccontextmanager
-async def broken_wire(fault: type[Wire], windows: Sequence[int] = ()) -> AsyncIterator[str]:
+async def broken_wire(fault: type[Wire], backend: FaultyBackend | None = None) -> AsyncIterator[str]:
     """A good executor behind a wire with a fault; yields the wire's address."""
-    backend = FaultyGroups() if windows else FaultyBackend()
-    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+    backend = backend or FaultyBackend()
     async with (
-        running_executor(sim_config(windows), backend) as good,
-        grpc.aio.insecure_channel(good.address) as channel,
+        running_executor(sim_config(backend.WINDOWS, max_loras=backend.MAX_LORAS), backend) as good,
+        wire_before(good.address, fault, backend) as address,
     ):
+        yield address
+
+
+@asynccontextmanager
+async def wire_before(address: str, fault: type[Wire], backend: FaultyBackend | None = None) -> AsyncIterator[str]:
+    """The same before an executor that runs already."""
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+    async with grpc.aio.insecure_channel(address) as channel:
         wire = fault(pb_grpc.ExecutorServiceStub(channel), backend)
         wire.server = server
         pb_grpc.add_ExecutorServiceServicer_to_server(wire, server)
@@ -278,10 +295,18 @@ async def broken_wire(fault: type[Wire], windows: Sequence[int] = ()) -> AsyncIt
             await server.stop(None)
 
 
-def _ints(column: common_pb2.Int32Array) -> list[int]:
-    size = len(column.data) // 4
-    return [int.from_bytes(column.data[4 * place : 4 * place + 4], "little", signed=True) for place in range(size)]
+def reason_of(error: grpc.aio.AioRpcError) -> str:
+    """The reason of an error's ErrorInfo."""
+    info = info_of(error)
+    return "" if info is None else info.reason
 
 
-def _column(values: list[int]) -> common_pb2.Int32Array:
+def ints(packed: common_pb2.Int32Array) -> list[int]:
+    """A column's values."""
+    size = len(packed.data) // 4
+    return [int.from_bytes(packed.data[4 * place : 4 * place + 4], "little", signed=True) for place in range(size)]
+
+
+def column(values: list[int]) -> common_pb2.Int32Array:
+    """A column of these values."""
     return common_pb2.Int32Array(data=b"".join(value.to_bytes(4, "little", signed=True) for value in values))

@@ -10,8 +10,10 @@ from tests.conformance import broken_wire as wires
 from tests.conformance.trial import (
     CHUNKS,
     COMPUTING,
+    NEED_ADAPTERS,
     NEED_CHUNKS,
     NEED_GROUPS,
+    NEED_STATES,
     WINDOWS,
     failures,
     sim_config,
@@ -144,7 +146,7 @@ async def test_conformance_of_sim_executor_passes(backend):
         _, results = await tried(server.address, () if backend == "sim" else COMPUTING)
     if backend == "sim":
         assert failures(results) == {}
-        assert skipped(results) == NEED_LOGITS | NEED_GROUPS
+        assert skipped(results) == NEED_LOGITS | NEED_GROUPS | NEED_ADAPTERS
     else:
         # Of one that is not known to be sim it is expected that a bias matters.
         assert failures(results).keys() < NEED_LOGITS
@@ -159,7 +161,8 @@ async def test_conformance_of_sim_executor_with_several_groups_passes(windows):
         _, results = await tried(server.address, filters)
     assert failures(results) == {}
     if not filters:
-        assert skipped(results) == NEED_LOGITS | (set() if windows == CHUNKS else NEED_CHUNKS)
+        always = NEED_LOGITS | NEED_STATES | NEED_ADAPTERS
+        assert skipped(results) == always | (set() if windows == CHUNKS else NEED_CHUNKS)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +180,7 @@ async def test_conformance_of_faulty_backend_with_several_groups_fails(fault, ba
 @pytest.mark.parametrize("fault", GROUP_WIRES, ids=lambda fault: fault.__name__)
 async def test_conformance_of_faulty_wire_with_several_groups_fails(fault):
     filters, expected = GROUP_WIRES[fault]
-    async with wires.broken_wire(fault, WINDOWS) as address:
+    async with wires.broken_wire(fault, backends.FaultyGroups()) as address:
         _, results = await tried(address, filters)
     assert expected <= failures(results).keys()
 

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import warnings
 from pathlib import Path
 
 import pytest
 from kvplane_client.conformance.reference_model import ReferenceModel, write_model
+from kvplane_client.conformance.runner import selected
 
 from executor_service.config import ExecutorConfig
 from executor_service.server import running_executor
 from tests.conformance.trial import (
     BLOCK_SIZE,
     COMPUTING,
+    NEED_ADAPTERS,
     NEED_CHUNKS,
     NEED_GROUPS,
+    NEED_NO_ADAPTERS,
+    NEED_NO_STATES,
+    NEED_STATES,
     NUM_BLOCKS,
     NUM_HOST_BLOCKS,
     failures,
@@ -57,7 +63,7 @@ async def test_conformance_of_numpy_example_passes_with_numerics(model, numpy_ba
         judge, results = await tried(server.address, model=ReferenceModel(model))
     assert judge.name == "the reference model in NumPy"
     assert failures(results) == {}
-    assert skipped(results) == NEED_GROUPS
+    assert skipped(results) == NEED_GROUPS | NEED_ADAPTERS
 
 
 async def test_conformance_of_numpy_example_as_its_own_judge_passes(model, numpy_backend):
@@ -126,7 +132,7 @@ async def test_conformance_of_torch_executor_with_several_groups_passes_with_num
         judge, results = await tried(server.address, COMPUTING, model=ReferenceModel(windowed_model))
     assert judge.name == "the reference model in NumPy"
     assert failures(results) == {}
-    assert skipped(results) == NEED_CHUNKS
+    assert skipped(results) == NEED_CHUNKS | NEED_STATES
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -156,6 +162,41 @@ async def test_conformance_of_torch_executor_with_several_groups_as_its_own_judg
     async with running_executor(windowed_config(windowed_model)) as server:
         _, results = await tried(server.address, ["groups/", "windows/", "tables/", "cache/"])
     assert failures(results) == {}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["jamba", "mamba2"])
+async def test_conformance_of_torch_executor_with_states_passes(kind, tmp_path):
+    """A hybrid of attention and states, and one that has nothing but states."""
+    save_tiny_model(tmp_path, kind)
+    async with running_executor(states_config(tmp_path)) as server:
+        judge, results = await tried(server.address, ["states/", "groups/", "tables/", "cache/", "copies/"])
+    assert judge.name.startswith("the executor itself")
+    assert failures(results) == {}
+    groups = set() if kind == "jamba" else {case.name for case in selected(["groups/"])}
+    assert skipped(results) == NEED_NO_STATES | groups
+
+
+def states_config(folder: Path) -> ExecutorConfig:
+    """As many blocks and host blocks as the kit wants of each group, be a block as large as it may."""
+    values = {"num_blocks_override": 4 * NUM_BLOCKS, "swap_space": "64MiB", "dtype": "float32"}
+    return config("torch", folder, **values)
+
+
+@pytest.fixture(scope="module")
+async def adapting(model):
+    """A torch executor of the kit's model with room for two adapters."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        async with running_executor(config("torch", model, dtype="float32", max_loras=2)) as server:
+            yield server.address
+
+
+@pytest.mark.filterwarnings("ignore")
+async def test_conformance_of_torch_executor_with_adapters_passes_with_numerics(adapting, model):
+    _, results = await tried(adapting, ["adapters/"], model=ReferenceModel(model))
+    assert failures(results) == {}
+    assert skipped(results) == NEED_NO_ADAPTERS
 
 
 @pytest.mark.soak

@@ -42,6 +42,12 @@ NEED_WINDOWS = {case.name for case in selected(["windows/"])}
 """What is skipped of one without windows and chunks."""
 NEED_STATES = {case.name for case in selected(["states/"])}
 """What is skipped of one without states."""
+NEED_ADAPTERS = {case.name for case in selected(["adapters/"])} - {
+    "adapters/none_where_none_fit", "adapters/unknown_in_a_step", "adapters/zero_is_the_model_itself",
+}  # fmt: skip
+"""What is skipped of one that takes no adapters."""
+NEED_NO_ADAPTERS = {"adapters/none_where_none_fit"}
+"""What is skipped of one that does."""
 NEED_NO_STATES = {"tables/shared_prefix_filled_now", "tables/prompt_cut_into_rows"}
 """What is skipped of one with them."""
 NEED_CHUNKS = {"windows/chunk_begins_anew"}

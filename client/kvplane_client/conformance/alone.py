@@ -5,6 +5,7 @@ Station: what `runner` has `SelfJudge` ask with.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -52,7 +53,8 @@ async def _loaded(target: Target, adapter: Adapter | None) -> Adapter | None:
     """The adapter as it is loaded now: at the revision that it had."""
     if adapter is None:
         return None
-    return await target.load_adapter(adapter.name, adapter.source, adapter.revision)
+    loaded = await target.load_adapter(adapter.name, adapter.source, adapter.revision)
+    return dataclasses.replace(adapter, adapter_id=loaded.adapter_id)
 
 
 @asynccontextmanager

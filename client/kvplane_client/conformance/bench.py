@@ -162,9 +162,9 @@ class Bench:
         """Waits for a good answer; see `Target.call`."""
         return await self.target.call(call)
 
-    async def refused(self, call: Awaitable[object], code: grpc.StatusCode, contract: str, **metadata: object) -> None:
+    async def refused(self, call: Awaitable[object], code: grpc.StatusCode, contract: str) -> None:
         """Waits for an error; see `Target.refused`."""
-        await self.target.refused(call, code, contract, **metadata)
+        await self.target.refused(call, code, contract)
 
     @staticmethod
     def true(condition: bool, contract: str, expected: object, got: object) -> None:

@@ -123,6 +123,16 @@ class Stream:
             )
         return self._take(response)
 
+    async def receive_unless(self, code: grpc.StatusCode, contract: str) -> Answer | None:
+        """The same of a step that may end the stream with this error; None where it does."""
+        try:
+            return await self.receive()
+        except CaseFailedError as failure:
+            if not isinstance(failure.__cause__, grpc.aio.AioRpcError):
+                raise
+            check_error(failure.__cause__, code, contract, {})
+            return None
+
     def _take(self, response: pb.ExecuteResponse) -> Answer:
         """Checks an answer and takes note of what it says."""
         sent = self._sent.popleft()

@@ -19,7 +19,7 @@ from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvplane.executor.v1.executor_service_pb2_grpc import ExecutorServiceStub
 
 from kvplane_client.conformance.outcome import CaseFailedError, ExecutorGoneError, UnusableError
-from kvplane_client.conformance.steps import Adapter, Geometry
+from kvplane_client.conformance.steps import Geometry
 
 if TYPE_CHECKING:
     from kvplane.executor.v1.executor_service_pb2_grpc import ExecutorServiceAsyncStub
@@ -78,7 +78,6 @@ class Target:
         self.max_batched_tokens = MAX_BATCHED_TOKENS_AT_LEAST
         self.beyond_windows = 0
         self.blocks_beyond_windows = 0
-        self._may_have_adapters = True
 
     async def __aenter__(self) -> Self:
         return self
@@ -134,20 +133,17 @@ class Target:
         )
         return (await self.call(self.stub.InitializeKvCache(request))).kv_cache.kv_epoch
 
-    async def load_adapter(self, name: str, source: str, revision: str = "") -> Adapter:
+    async def load_adapter(self, name: str, source: str, revision: str = "") -> pb.LoraAdapter:
         """Has an adapter loaded that should be. Raises as `call`."""
-        self._may_have_adapters = True
         request = pb.LoadAdapterRequest(name=name, source=source, revision=revision)
-        loaded = (await self.call(self.stub.LoadAdapter(request))).adapter
-        return Adapter(loaded.name, loaded.source, loaded.revision, loaded.adapter_id)
+        return (await self.call(self.stub.LoadAdapter(request))).adapter
 
     async def unload_adapters(self) -> None:
         """Has all adapters unloaded. Raises as `call`."""
-        if not self._may_have_adapters or not self.info.max_adapters:
+        if not self.info.max_adapters:
             return
         for adapter in (await self.call(self.stub.ListAdapters(pb.ListAdaptersRequest()))).adapters:
             await self.call(self.stub.UnloadAdapter(pb.UnloadAdapterRequest(name=adapter.name)))
-        self._may_have_adapters = False
 
     async def call(self, call: Awaitable[_T]) -> _T:
         """Waits for an answer that should be a good one.
@@ -164,24 +160,44 @@ class Target:
         except TimeoutError:
             raise self.too_late() from None
 
-    async def refused(self, call: Awaitable[object], code: grpc.StatusCode, contract: str, **metadata: object) -> None:
+    async def refused(
+        self,
+        call: Awaitable[object],
+        code: grpc.StatusCode,
+        contract: str,
+        *,
+        may_lack: bool = False,
+    ) -> None:
         """Waits for an answer that should be this error.
 
         Args:
             call: The call.
             code: The status it should have.
             contract: The sentence that says so.
-            metadata: What its ErrorInfo should have.
+            may_lack: Whether the executor may have no such method at all.
         """
+        got = await self.answered_or_refused(call, code, contract, may_lack=may_lack)
+        if got is not None:
+            raise CaseFailedError(contract, code.name, f"OK ({type(got).__name__})")
+
+    async def answered_or_refused(
+        self,
+        call: Awaitable[_T],
+        code: grpc.StatusCode,
+        contract: str,
+        *,
+        may_lack: bool = False,
+    ) -> _T | None:
+        """Waits for an answer that may be a good one, or this error. Returns None for the error."""
         try:
             async with asyncio.timeout(self.answer_within):
-                got = await call
+                return await call
         except grpc.aio.AioRpcError as error:
-            check_error(error, code, contract, metadata)
+            if not (may_lack and error.code() is grpc.StatusCode.UNIMPLEMENTED):
+                check_error(error, code, contract, {})
+            return None
         except TimeoutError:
             raise self.too_late(contract, code.name) from None
-        else:
-            raise CaseFailedError(contract, code.name, f"OK ({type(got).__name__})")
 
     async def refuses_bytes(self, method: str, message: bytes) -> None:
         """Sends what is no message, and waits for an error of any kind."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvplane_client.conformance.cases import (
+    adapters,
     cache,
     copies,
     epochs,
@@ -26,7 +27,7 @@ __all__ = ["all_cases"]
 
 _TOPICS = (
     handshake, steps, epochs, streams, tables, groups, windows, states, rows, cache, feeds, copies, tags, sampling,
-    malformed, numerics,
+    adapters, malformed, numerics,
 )  # fmt: skip
 
 

@@ -39,6 +39,7 @@ _IDS = (
 _EXACTLY = "BlockTables.block_ids: Exactly those that hold the row's sequence up to and with this step's tokens."
 _LAST = "BlockTables.last_block_len: last_block_len has R values in [1, block_size]"
 _FEEDS = "ExecuteRequest.feeds_from: feeds_from has R values, or none when no row is fed"
+_ADAPTERS = "ExecuteRequest.adapter_ids: adapter_ids has R values, or none when no row has an adapter"
 _ROWS = "SamplingBatch.rows: rows has S values: the rows that sample after their last token, never falling."
 _INDEX = "SamplingBatch.params_index: params_index has S values: which of params each sampling row uses."
 _SEEDS = "SamplingBatch.seeds: seeds has S values"
@@ -151,6 +152,8 @@ def _each_column() -> None:
         _case(f"{name}_of_odd_bytes", _BYTES, f"A byte of {name} is missing.", lambda step, _, at=path: _cut(at(step)))  # type: ignore[misc]
     _case("feeds_from_of_odd_bytes", _BYTES, "feeds_from is a single byte.",
           lambda step, _: step.feeds_from.MergeFrom(common_pb2.Int32Array(data=b"\0")))  # fmt: skip
+    _case("adapter_ids_of_odd_bytes", _BYTES, "adapter_ids is a single byte.",
+          lambda step, _: step.adapter_ids.MergeFrom(common_pb2.Int32Array(data=b"\0")))  # fmt: skip
 
 
 _each_column()
@@ -280,6 +283,12 @@ _case("feeds_from_short", _FEEDS, "feeds_from has one value for two rows.",
       lambda step, _: step.feeds_from.CopyFrom(column([-1])))  # fmt: skip
 _case("feeds_from_below_minus_one", "ExecuteRequest.feeds_from: or -1 for a row that is not fed.",
       "A value of feeds_from is -2.", lambda step, _: step.feeds_from.CopyFrom(column([-2, -1])))  # fmt: skip
+
+# Adapters.
+_case("adapter_ids_short", _ADAPTERS, "adapter_ids has one value for two rows.",
+      lambda step, _: step.adapter_ids.CopyFrom(column([0])))  # fmt: skip
+_case("adapter_ids_too_many", _ADAPTERS, "adapter_ids has three values for two rows.",
+      lambda step, _: step.adapter_ids.CopyFrom(column([0, 0, 0])))  # fmt: skip
 
 
 # Sampling.
