@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-from contextlib import suppress
 
 import grpc
 import numpy as np
@@ -13,7 +12,7 @@ from kvplane.executor.v1 import executor_service_pb2 as pb
 
 from executor_service.backends.base import AdapterContent, StepBatch, StepResult
 from tests.conformance.broken_backends import FaultyBackend
-from tests.conformance.broken_wire import TOGETHER_S, Wire, column, ints, reason_of
+from tests.conformance.broken_wire import Wire, column, ints, reason_of
 
 
 class FaultyAdapters(FaultyBackend):
@@ -51,9 +50,18 @@ class AdaptsPromptsOnly(FaultyAdapters):
 class LeavesAdaptersInTheWeights(FaultyAdapters):
     """Computes rows without an adapter with the one that was unloaded last."""
 
+    def initialize_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        super().initialize_kv_cache(num_blocks, num_host_blocks)
+        self._salts[0] = 0
+
     def unload_adapter(self, adapter_id: int) -> None:
         self._salts[0] = self._salts[adapter_id]
         super().unload_adapter(adapter_id)
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        if batch.adapter_ids is None:
+            batch = dataclasses.replace(batch, adapter_ids=np.zeros(batch.num_rows, dtype=np.int32))
+        return super().execute(batch)
 
 
 class LosesTheCacheOnLoad(FaultyAdapters):
@@ -122,6 +130,12 @@ class UsesIdsAgain(Wire):
         self.ids.setdefault(request.name, mine)
         self.theirs[self.ids[request.name]] = response.adapter.adapter_id
         response.adapter.adapter_id = self.ids[request.name]
+        return response
+
+    async def ListAdapters(self, request, context):  # noqa: N802
+        response = await self.passed(self.stub.ListAdapters(request), context)
+        for adapter in response.adapters:
+            adapter.adapter_id = self.ids[adapter.name]
         return response
 
     async def UnloadAdapter(self, request, context):  # noqa: N802
@@ -197,23 +211,22 @@ class RunsWithoutWhatIsGone(Wire):
 
 
 class RunsQueuedStepsAsTheModel(Wire):
-    """Takes the adapter off a step that is queued while it is unloaded."""
+    """Takes the adapter off a step that is queued while it is unloaded; the first such step waits for that."""
 
     def __init__(self, stub, backend) -> None:
         super().__init__(stub, backend)
         self.unloaded = asyncio.Event()
 
     async def UnloadAdapter(self, request, context):  # noqa: N802
+        response = await self.passed(self.stub.UnloadAdapter(request), context)
         self.unloaded.set()
-        return await self.passed(self.stub.UnloadAdapter(request), context)
+        return response
 
     async def sent(self, requests):
         async for request in requests:
-            if request.adapter_ids.data:
-                self.unloaded.clear()
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self.unloaded.wait(), TOGETHER_S)
-                    request.ClearField("adapter_ids")
+            if request.adapter_ids.data and not self.unloaded.is_set():
+                await self.unloaded.wait()
+                request.ClearField("adapter_ids")
             yield request
 
 

@@ -14,20 +14,20 @@ BACKENDS = {
     adapters.IgnoresAdapters: {
         "changes_the_output", "rows_with_and_without", "chunked_and_fed", "base_after_unloading", "cache_stays",
         "stays_with_a_new_cache", "ids_are_not_used_again", "name_of_other_content", "one_more_than_fit",
-        "unloaded_between_steps", "unloaded_with_steps_queued",
+        "unloaded_between_steps",
     },
     adapters.TakesOneAdapterForAllRows: {"rows_with_and_without", "cache_stays", "unloaded_between_steps"},
     adapters.AdaptsPromptsOnly: {
         "rows_with_and_without", "chunked_and_fed", "cache_stays", "base_after_unloading", "name_of_other_content",
         "stays_with_a_new_cache",
     },
-    adapters.LeavesAdaptersInTheWeights: {"base_after_unloading"},
+    adapters.LeavesAdaptersInTheWeights: {"base_after_unloading", "cache_stays", "unloaded_between_steps"},
     adapters.LosesTheCacheOnLoad: {"cache_stays"},
     adapters.LosesAdaptersWithTheCache: {"stays_with_a_new_cache"},
 }  # fmt: skip
 WIRES = {
     adapters.ListsNewestFirst: {"loaded_and_listed", "one_more_than_fit"},
-    adapters.AnswersAnew: {"loaded_again", "name_of_other_content"},
+    adapters.AnswersAnew: {"loaded_again", "name_of_other_content", "another_revision", "one_more_than_fit"},
     adapters.UsesIdsAgain: {"ids_are_not_used_again"},
     adapters.TakesOtherContent: {"name_of_other_content"},
     adapters.TakesAnyRevision: {"another_revision"},
@@ -35,22 +35,29 @@ WIRES = {
     adapters.UnloadsAnything: {"unloaded_twice"},
     adapters.CutsFields: {"fields_out_of_range"},
     adapters.RunsWithoutWhatIsGone: {"unknown_in_a_step", "ids_are_not_used_again", "unloaded_between_steps"},
-    adapters.RunsQueuedStepsAsTheModel: {"unloaded_with_steps_queued"},
 }
+# Which of its steps are computed, and which refused, is for the executor to say: it may meet a fault, or not.
+_MAY_FAIL = {"adapters/unloaded_with_steps_queued"}
 
 
 @pytest.mark.parametrize("fault", BACKENDS, ids=lambda fault: fault.__name__)
 async def test_conformance_of_backend_with_faulty_adapters_fails(fault):
     async with running_executor(sim_config(max_loras=fault.MAX_LORAS), fault()) as server:
         _, results = await tried(server.address, ["adapters/"])
-    assert failures(results).keys() == {f"adapters/{name}" for name in BACKENDS[fault]}
+    assert failures(results).keys() - _MAY_FAIL == {f"adapters/{name}" for name in BACKENDS[fault]}
 
 
 @pytest.mark.parametrize("fault", WIRES, ids=lambda fault: fault.__name__)
 async def test_conformance_of_wire_with_faulty_adapters_fails(fault):
     async with broken_wire(fault, adapters.FaultyAdapters()) as address:
         _, results = await tried(address, ["adapters/"])
-    assert failures(results).keys() == {f"adapters/{name}" for name in WIRES[fault]}
+    assert failures(results).keys() - _MAY_FAIL == {f"adapters/{name}" for name in WIRES[fault]}
+
+
+async def test_conformance_of_wire_that_runs_queued_steps_as_the_model_fails():
+    async with broken_wire(adapters.RunsQueuedStepsAsTheModel, adapters.FaultyAdapters()) as address:
+        _, results = await tried(address, ["adapters/unloaded_with_steps_queued"])
+    assert failures(results).keys() == {"adapters/unloaded_with_steps_queued"}
 
 
 async def test_conformance_of_wire_that_digests_names_fails():

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import warnings
 from pathlib import Path
 
 import pytest
 from kvplane_client.conformance.reference_model import ReferenceModel, write_model
-from kvplane_client.conformance.runner import selected
 
 from executor_service.config import ExecutorConfig
 from executor_service.server import running_executor
+from tests.conformance import broken_adapters as adapters
+from tests.conformance.broken_wire import wire_before
 from tests.conformance.trial import (
     BLOCK_SIZE,
     COMPUTING,
@@ -165,38 +165,55 @@ async def test_conformance_of_torch_executor_with_several_groups_as_its_own_judg
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["jamba", "mamba2"])
-async def test_conformance_of_torch_executor_with_states_passes(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "filters"),
+    [("jamba", ["states/", "groups/"]), ("mamba2", ["states/", "tables/", "cache/", "copies/"])],
+)
+async def test_conformance_of_torch_executor_with_states_passes(kind, filters, tmp_path):
     """A hybrid of attention and states, and one that has nothing but states."""
     save_tiny_model(tmp_path, kind)
     async with running_executor(states_config(tmp_path)) as server:
-        judge, results = await tried(server.address, ["states/", "groups/", "tables/", "cache/", "copies/"])
+        judge, results = await tried(server.address, filters)
     assert judge.name.startswith("the executor itself")
     assert failures(results) == {}
-    groups = set() if kind == "jamba" else {case.name for case in selected(["groups/"])}
-    assert skipped(results) == NEED_NO_STATES | groups
+    assert skipped(results) == (NEED_NO_STATES if "tables/" in filters else set())
 
 
 def states_config(folder: Path) -> ExecutorConfig:
     """As many blocks and host blocks as the kit wants of each group, be a block as large as it may."""
-    values = {"num_blocks_override": 4 * NUM_BLOCKS, "swap_space": "64MiB", "dtype": "float32"}
-    return config("torch", folder, **values)
+    values = {"num_blocks_override": 4 * NUM_BLOCKS, "swap_space": "64MiB", "state_interval": BLOCK_SIZE}
+    return config("torch", folder, dtype="float32", **values)
 
 
-@pytest.fixture(scope="module")
-async def adapting(model):
-    """A torch executor of the kit's model with room for two adapters."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        async with running_executor(config("torch", model, dtype="float32", max_loras=2)) as server:
-            yield server.address
+# What is loaded that should be refused, and the cases that find it.
+LOADED = {
+    adapters.LoadsWhatItCannotRead: {
+        "weights_cut_short", "weights_empty", "weights_no_safetensors", "weights_of_endless_header",
+        "weights_beyond_the_file", "weights_missing", "weights_a_folder", "config_missing", "config_no_json",
+        "config_no_object", "config_of_another_rank", "half_a_pair", "sources_that_lead_nowhere",
+    },
+    adapters.LoadsWhatIsNotThere: {"sources_that_lead_nowhere"},
+    adapters.LoadsOtherShapes: {"shapes_of_another_model"},
+    adapters.LoadsOtherLayers: {"layer_of_another_model"},
+    adapters.LoadsOtherKinds: {"config_of_another_kind"},
+    adapters.ReadsAnyRank: {"rank_beyond_reason"},
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")
-async def test_conformance_of_torch_executor_with_adapters_passes_with_numerics(adapting, model):
-    _, results = await tried(adapting, ["adapters/"], model=ReferenceModel(model))
+async def test_conformance_of_torch_executor_with_adapters_passes_and_fails_behind_faulty_wires(model):
+    """One executor: as it is, compared with NumPy, and behind each wire that says that a bad adapter was loaded."""
+    reference = ReferenceModel(model)
+    bad = [f"adapters/{name}" for name in set().union(*LOADED.values())]
+    found = {}
+    async with running_executor(config("torch", model, dtype="float32", max_loras=2)) as server:
+        _, results = await tried(server.address, ["adapters/"], model=reference)
+        for fault in LOADED:
+            async with wire_before(server.address, fault) as address:
+                found[fault] = failures((await tried(address, bad, model=reference))[1]).keys()
     assert failures(results) == {}
     assert skipped(results) == NEED_NO_ADAPTERS
+    assert found == {fault: {f"adapters/{name}" for name in names} for fault, names in LOADED.items()}
 
 
 @pytest.mark.soak

@@ -469,7 +469,7 @@ def _beyond_the_file(header: dict[str, dict[str, list[int]]]) -> None:
 def _half_a_pair(header: dict[str, dict[str, list[int]]]) -> None:
     """A matrix has another layer's name, so that neither layer has both."""
     name = next(name for name in header if name.endswith("lora_B.weight"))
-    header[name.replace("layers.0", "layers.1").replace("lora_B", "lora_C")] = header.pop(name)
+    header["base_model.model.kvplane.lora_B.weight"] = header.pop(name)
 
 
 def _written(
