@@ -151,6 +151,17 @@ class DrawsImpurely(FaultyBackend):
         return super().execute(batch)
 
 
+class DrawsByRowLength(FaultyBackend):
+    """Random tokens depend on how many tokens their row computes."""
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        if batch.sampling is not None:
+            lengths = np.diff(batch.query_indptr)[batch.sampling.rows].astype(np.uint64)
+            sampling = dataclasses.replace(batch.sampling, seeds=batch.sampling.seeds + lengths)
+            batch = dataclasses.replace(batch, sampling=sampling)
+        return super().execute(batch)
+
+
 class ReadsBeforeItWrites(FaultyBackend):
     """Runs the rows of a step one after the other: a row does not see what a later one fills."""
 

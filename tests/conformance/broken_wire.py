@@ -151,6 +151,40 @@ class LosesTags(Wire):
             yield request
 
 
+class LosesTagsOfCopies(Wire):
+    """Stores no tag of a block that the same step copies to."""
+
+    async def sent(self, requests):
+        async for request in requests:
+            targets = ints(request.copies.target_ids)
+            kept = [
+                (block, tag)
+                for block, tag in zip(ints(request.block_tags.block_ids), request.block_tags.tags, strict=False)
+                if block not in targets
+            ]
+            if targets and request.HasField("block_tags"):
+                tags = pb.BlockTags(block_ids=column([block for block, _ in kept]), tags=[tag for _, tag in kept])
+                request.block_tags.CopyFrom(tags)
+            yield request
+
+
+class ForgetsATerm(Wire):
+    """Says that more memory was taken than it reckons with."""
+
+    async def ProfileMemory(self, request, context):  # noqa: N802
+        response = await self.passed(self.stub.ProfileMemory(request), context)
+        response.peak_bytes += 4096
+        return response
+
+
+class TimesBackwards(Wire):
+    """Says that steps took less than no time."""
+
+    def answered(self, response):
+        response.compute_us = -1
+        return response
+
+
 class RunsStepsOutOfOrder(Wire):
     """Runs two steps that arrive together the other way round, and answers them in order."""
 

@@ -72,6 +72,24 @@ async def test_conformance_of_numpy_example_as_its_own_judge_passes(model, numpy
     assert failures(results) == {}
 
 
+# What of "sampling/" fails with these faults.
+DRAWN = {
+    "DrawsWithoutPositions": {"other_positions_other_tokens"},
+    "ForgetsFedTokens": {"fed_token_counts_as_output"},
+    "RepeatsOutputsOnly": {"repetition_counts_the_prompt"},
+    "BiasesWhatIsSuppressed": {"in_the_order_given"},
+    "NarrowsBeforeTemperature": {"in_the_order_given"},
+}
+
+
+@pytest.mark.parametrize("fault", DRAWN)
+async def test_conformance_of_numpy_example_that_draws_wrong_fails(fault, model, numpy_backend):
+    backend = f"tests.conformance.broken_sampling:{fault}"
+    async with running_executor(config(backend, model, dtype="float32")) as server:
+        _, results = await tried(server.address, ["sampling/"], model=ReferenceModel(model))
+    assert failures(results).keys() == {f"sampling/{name}" for name in DRAWN[fault]}
+
+
 def test_numpy_example_is_as_short_as_the_docs_say():
     assert len((EXAMPLE / "kvplane_numpy" / "backend.py").read_text().splitlines()) < 200
 

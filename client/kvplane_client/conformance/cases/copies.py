@@ -15,6 +15,7 @@ _WHOLE = "BlockCopies: BlockCopies are C whole blocks to copy, over all layers."
 _ORDER = "BlockCopies: They are done as if one after the other, in the order given."
 _BEFORE = "ExecuteRequest.copies: copies are done before any row of this step writes."
 _TAG = "BlockCopies: A device block that is copied to loses its tag."
+_STORED = "ExecuteRequest.block_tags: block_tags are to be stored once this step is computed."
 _REFUSED = (
     "BlockCopies: Errors: INVALID_ARGUMENT for columns of other lengths than each other, an unknown direction, an "
     "id out of range, or a block copied to itself; then nothing is copied."
@@ -101,6 +102,17 @@ async def target_loses_its_tag(bench: Bench) -> None:
     await stream.step(track.next(), tags={one: b"source", other: b"target"})
     await stream.step(copies=[(D2D, one, other)])
     bench.equal(await bench.tags(), bench.tagged({one: b"source"}), _TAG)
+
+
+@TOPIC.case(_STORED)
+async def target_tagged_at_once(bench: Bench) -> None:
+    """A step that copies to a block and tags it leaves the new tag; the source keeps its own."""
+    track = bench.track(2 * bench.block_size)
+    stream = bench.stream()
+    one, other = track.blocks[:2]
+    await stream.step(track.next(), tags={one: b"source", other: b"old"})
+    await stream.step(copies=[(D2D, one, other)], tags={other: b"new"})
+    bench.equal(await bench.tags(), bench.tagged({one: b"source", other: b"new"}), _STORED)
 
 
 @TOPIC.case(_HOST)

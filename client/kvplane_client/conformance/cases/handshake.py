@@ -40,6 +40,12 @@ async def model_info(bench: Bench) -> None:
         f"0 to {info.vocab_size}",
         info.max_logprobs,
     )
+    for name, contract in (
+        ("max_adapters", "GetModelInfoResponse.max_adapters: 0 for none"),
+        ("tensor_parallel_size", "GetModelInfoResponse.tensor_parallel_size: At least 1; 0 is from an executor that "
+         "does not say."),
+    ):  # fmt: skip
+        bench.true(getattr(info, name) >= 0, contract, "at least 0", getattr(info, name))
     good = all(0 <= token < info.vocab_size for token in info.eos_token_ids)
     bench.true(
         good,
@@ -96,6 +102,12 @@ async def profile_adds_up(bench: Bench) -> None:
     contract = "ProfileMemoryResponse.utilization: utilization is the share of it the executor may use, in (0, 1]."
     bench.true(0 < profile.utilization <= 1, contract, "a number in (0, 1]", profile.utilization)
     if not profile.overridden:
+        # What host blocks take counts where they lie in the cache's own memory, which the executor alone knows.
+        left = profile.utilization * profile.total_bytes - profile.peak_bytes
+        terms = (left, left - profile.num_host_blocks * profile.bytes_per_block)
+        adds_up = any(abs(profile.available_bytes - term) <= 1 for term in terms)
+        contract = "ProfileMemoryResponse: available = utilization * total - peak - host"
+        bench.true(adds_up, contract, " or ".join(f"{term:.0f}" for term in terms), profile.available_bytes)
         fits = profile.available_bytes // profile.bytes_per_block
         bench.equal(profile.num_blocks, fits, "ProfileMemoryResponse: num_blocks = available / bytes_per_block.")
 
