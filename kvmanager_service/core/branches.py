@@ -50,12 +50,19 @@ def require_fork(parent: Request, request: Request, block_size: int) -> None:
         raise InvalidRequestError("NOT_A_FORK", f"fork_of: {error}", field="fork_of") from error
 
 
-def fork(kv: KVCache, parent: Request, request: Request, num_tokens: int) -> bool:
-    """Let a request that begins as its parent does hold its blocks of the first num_tokens tokens, all computed.
+def fork(kv: KVCache, parent: Request, request: Request, outstanding: Iterable[Step]) -> bool:
+    """Let a request that begins as its parent does hold the blocks of what is computed of that, and acknowledged.
+
+    Of a follower that is its leader's: until it is forked they are one.
 
     Returns:
-        False when the parent's windows or states have left them; then nothing has changed.
+        False when nothing is, or when the parent's windows or states have left it; then nothing has changed.
     """
+    if parent.leader is not None:
+        parent = parent.leader
+    num_tokens = min(num_acknowledged(parent, outstanding), parent.num_tokens, request.num_tokens - 1)
+    if num_tokens <= 0:
+        return False
     try:
         kv.fork(parent, request, num_tokens)
     except ValueError:

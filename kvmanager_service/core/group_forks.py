@@ -13,6 +13,7 @@ from kvmanager_service.core.block_history import BlockMoment
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.copy_on_write import CopyOnWrite
 from kvmanager_service.core.forks import require_forkable
+from kvmanager_service.core.group_hits import GroupHits
 from kvmanager_service.core.kv_groups import GroupTable, KVGroup
 from kvmanager_service.core.request import Request
 
@@ -23,58 +24,72 @@ class GroupForks:
     Args:
         pool: where the blocks are.
         groups: as in the coordinator.
-        prefix_size: tokens per prefix.
+        hits: what finds blocks that a window, or a state, has left.
         copies: orders the copies.
     """
 
-    __slots__ = ("_copies", "_groups", "_pool", "_prefix_size")
+    __slots__ = ("_copies", "_groups", "_hits", "_pool")
 
-    def __init__(self, pool: BlockPool, groups: Sequence[KVGroup], prefix_size: int, copies: CopyOnWrite) -> None:
+    def __init__(self, pool: BlockPool, groups: Sequence[KVGroup], hits: GroupHits, copies: CopyOnWrite) -> None:
         self._pool = pool
         self._groups = list(groups)
-        self._prefix_size = prefix_size
+        self._hits = hits
         self._copies = copies
 
     def fork(self, parent: Request, child: Request, num_tokens: int) -> None:
         """Let a request without blocks hold what goes on from another's first num_tokens tokens, in all groups.
 
-        No block is copied or taken: whoever of the two writes next into a block that both hold gets a copy then. Of a
-        recurrent state that is the state itself.
+        No block is copied: whoever of the two writes next into a block that both hold gets a copy then. Of a recurrent
+        state that is the state itself. None is taken either, but for what the parent's windows have left: that was
+        full, so it is in the cache as long as nobody has taken it.
 
         Args:
-            parent: a running one, with at least num_tokens tokens computed.
+            parent: one with blocks, and with at least num_tokens tokens computed.
             child: its first num_tokens tokens, and all that decides their K/V, are the parent's.
-            num_tokens: at least 1; with windows or states, not so far back that the parent's tables have left it.
+            num_tokens: at least 1. Of states, as many as are computed, or a checkpoint.
 
         Raises:
-            ValueError: that is not so; nothing has changed.
+            ValueError: that is not so, or what the child would read is not there any more; nothing has changed.
         """
-        require_forkable(parent, child, num_tokens, self._prefix_size)
-        for index, (group, held) in enumerate(zip(self._groups, parent.tables, strict=True)):
-            is_held = held.first <= group.first_needed_block(num_tokens)
-            if not is_held or not group.can_fork(num_tokens, parent.num_computed_tokens):
-                raise ValueError(f"expected group {index} of {parent!r} to hold what token {num_tokens} reads")
+        require_forkable(parent, child, num_tokens, self._hits.prefix_size)
+        tables = [self._blocks_read_at(parent, index, num_tokens) for index in range(len(self._groups))]
         is_cached = parent.is_cacheable  # else a block that counts as findable may have been kept out of the cache
-        for group, held in zip(self._groups, parent.tables, strict=True):
-            stop = group.num_blocks_for(num_tokens)
-            first = min(group.first_needed_block(num_tokens), stop)
+        for group, held, blocks in zip(self._groups, parent.tables, tables, strict=True):
+            first = min(group.first_needed_block(num_tokens), group.num_blocks_for(num_tokens))
             table = GroupTable(group, self._pool.null_block, first)
-            table.extend(held.blocks[first:stop])
+            table.extend(blocks)
             num_full = num_tokens // group.block_size
             table.cached_to(max(first, min(held.num_cached, num_full)))
             is_cached = is_cached and table.num_cached >= num_full
-            self._pool.touch(table.blocks[first:])
+            self._pool.touch(blocks)
             if self._pool.history is not None:
-                self._pool.history.note_table(
-                    child.request_id, len(child.tables), table.blocks[first:], BlockMoment.HIT
-                )
+                self._pool.history.note_table(child.request_id, len(child.tables), blocks, BlockMoment.HIT)
             child.tables.append(table)
-        num_prefixes = num_tokens // self._prefix_size
+        num_prefixes = num_tokens // self._hits.prefix_size
         child.block_hashes = parent.block_hashes[:num_prefixes]
         child.contents = parent.contents[:num_prefixes]
         child.is_cacheable = is_cached
         child.num_computed_tokens = num_tokens
         parent.may_share_tail = child.may_share_tail = True
+
+    def _blocks_read_at(self, parent: Request, group_index: int, num_tokens: int) -> list[KVCacheBlock]:
+        """What the token at num_tokens reads in a group, in order. Raises ValueError when some of it is not there."""
+        group, held = self._groups[group_index], parent.tables[group_index]
+        stop = group.num_blocks_for(num_tokens)
+        first = min(group.first_needed_block(num_tokens), stop)
+        left = [self._left_block(parent, group_index, index) for index in range(first, min(held.first, stop))]
+        found = [block for block in left if block is not None]
+        if len(found) < len(left) or not group.can_fork(num_tokens, parent.num_computed_tokens):
+            raise ValueError(f"expected group {group_index} of {parent!r} to hold what token {num_tokens} reads")
+        return found + held.blocks[max(first, held.first) : stop]
+
+    def _left_block(self, parent: Request, group_index: int, index: int) -> KVCacheBlock | None:
+        """The cached block of an entry that the parent's table had."""
+        stop = (index + 1) * self._groups[group_index].block_size
+        prefixes = parent.contents
+        if stop > len(prefixes) * self._hits.prefix_size or prefixes[-1].block is None:
+            return None
+        return self._hits.cached_block(parent, group_index, index)
 
     def shared_tails(self, request: Request) -> list[KVCacheBlock]:
         """The blocks that the request's next token is written to and that another table has, too."""

@@ -91,7 +91,7 @@ class KVCacheCoordinator:
         self._admission = GroupAdmission(
             self.pool, groups, self.hits, self.prefixes, longest_chunk=longest_chunk, enable_caching=enable_caching
         )
-        self._forks = GroupForks(self.pool, self.groups, self.prefix_size, self.copies)
+        self._forks = GroupForks(self.pool, self.groups, self.hits, self.copies)
         self._swaps = GroupSwaps(self.pool, self.groups, self.hits)
 
     def num_blocks_for(self, num_tokens: int) -> int:

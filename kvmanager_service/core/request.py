@@ -223,7 +223,7 @@ class Request:
 
     Invariants:
         num_computed_tokens <= num_tokens + num_pending_tokens; only tokens up to num_tokens can be hashed;
-        a request that is not RUNNING has no blocks.
+        a request that is not RUNNING has no blocks, but for a new fork that waits (`ForkHolds`).
     """
 
     __slots__ = (

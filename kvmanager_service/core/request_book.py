@@ -22,6 +22,7 @@ from kvmanager_service.core.errors import (
     UnknownRequestError,
 )
 from kvmanager_service.core.extra_keys import check_extra_keys
+from kvmanager_service.core.fork_holds import ForkHolds
 from kvmanager_service.core.policies import make_queue
 from kvmanager_service.core.request import FinishReason, NewRequest, Request, RequestOutput, RequestStatus
 from kvmanager_service.core.retention import check_ranges
@@ -272,8 +273,12 @@ class RequestBook:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def check_integrity(self) -> None:
-        """Check that every request stands in exactly one place. Raises AssertionError."""
+    def check_integrity(self, holds: ForkHolds) -> None:
+        """Check that every request stands in exactly one place, given who waits and holds blocks.
+
+        Raises:
+            AssertionError: an invariant does not hold.
+        """
         waiting = list(self.waiting)
         assert len(waiting) == len(self.waiting)
         followers = [follower for request in self.requests.values() for follower in request.followers]
@@ -290,7 +295,8 @@ class RequestBook:
         never_ran = [request for request in waiting if request.status is RequestStatus.WAITING]
         assert self._num_new == sum(1 + len(request.followers) for request in never_ran), "a new one is miscounted"
         for request in waiting:
-            assert not request.blocks, f"{request!r} waits and holds blocks"
+            has_blocks = bool(request.blocks or request.tables)
+            assert has_blocks == (request in holds), f"{request!r} waits and holds blocks, or is thought to"
         for request in self.running.values():
             assert request.status is RequestStatus.RUNNING, f"{request!r} is in running"
 

@@ -1,8 +1,8 @@
 """What of requests is where: blocks on the device, copies on the host, pins, and what the executor is to be told of it.
 
 Station: owned by `Scheduler`, which says what happens to requests and steps. It keeps `KVCacheManager` (or
-`KVCacheCoordinator`), `SwapSpace`, `PinnedPrefixes` and `TagOutbox` of one mind, and stays when a cache is replaced. It
-knows no queue: whom to admit, to preempt or to schedule anew, the scheduler decides.
+`KVCacheCoordinator`), `SwapSpace`, `ForkHolds`, `PinnedPrefixes` and `TagOutbox` of one mind, and stays when a cache is
+replaced. It knows no queue: whom to admit, to preempt or to schedule anew, the scheduler decides.
 
     admit ─▶ on the device ─leave▶ on the host, in the prefix cache or nowhere ─admit▶ …
                    └──────── end ▶ in the prefix cache
@@ -11,8 +11,10 @@ knows no queue: whom to admit, to preempt or to schedule anew, the scheduler dec
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from kvmanager_service.core.block import KVCacheBlock
+from kvmanager_service.core.fork_holds import ForkHolds
 from kvmanager_service.core.kv_cache import KVCache
 from kvmanager_service.core.kv_cache_manager import NONE_LEAVING
 from kvmanager_service.core.pinned_prefixes import PinnedPrefixes
@@ -23,6 +25,7 @@ from kvmanager_service.core.step_plan import StepPlan
 from kvmanager_service.core.swap_policy import SwapPolicy
 from kvmanager_service.core.swap_space import SwapSpace
 from kvmanager_service.core.tag_outbox import TagOutbox
+from kvmanager_service.core.victims import choose_victims
 
 
 class Residency:
@@ -36,6 +39,7 @@ class Residency:
 
     Attributes:
         kv: the block tables; what grows a running request's is asked of them.
+        forks: those that wait, and hold blocks.
         pins: what stays in the cache.
         swap_space: what is in host memory; None where nothing can be.
         tags: what the next step takes along.
@@ -43,6 +47,7 @@ class Residency:
 
     def __init__(self, config: SchedulerConfig, kv: KVCache, num_host_blocks: int, stats: SchedulerStats) -> None:
         self.kv = kv
+        self.forks = ForkHolds()
         self.pins = PinnedPrefixes(config.max_pinned_fraction)
         self.pins.attach(kv)
         self.tags = TagOutbox(kv.pool)
@@ -57,6 +62,7 @@ class Residency:
 
     def replace(self, kv: KVCache, num_host_blocks: int) -> None:
         """The executor's memory is gone or another one; no request is on the device, no step is out."""
+        assert not self.forks, "steps were not lost before the cache"
         self._stats.blocks_evicted += self.kv.pool.num_evictions
         if self.swap_space is not None:
             self.swap_space.forget_all()
@@ -73,6 +79,8 @@ class Residency:
         Returns:
             False when too few are free, or its own are still on their way to the host; then nothing has changed.
         """
+        if request in self.forks:
+            return self._admit_fork(request, reserve)
         swap_space = self.swap_space
         if swap_space is None:
             return self.kv.allocate_sequence(request, reserve)
@@ -80,6 +88,19 @@ class Residency:
             return False
         swap_space.bring_back(request, plan)
         return True
+
+    def _admit_fork(self, fork: Request, reserve: int) -> bool:
+        """It has blocks already: give it those of the rest of its known sequence."""
+        kv = self.kv
+        if kv.num_new_blocks(fork, fork.num_tokens) + reserve > kv.pool.num_free_blocks:
+            return False
+        self.forks.discard(fork)
+        return kv.allocate_slots(fork, fork.num_tokens)
+
+    def let_go(self, fork: Request) -> None:
+        """A fork that waits gives its blocks back; it is then as any request that waits."""
+        self.forks.discard(fork)
+        self.kv.free(fork)
 
     def leave(self, request: Request, plan: StepPlan | None) -> None:
         """Take a running request's blocks; `plan`, where there is one, may order copies of them to the host."""
@@ -89,6 +110,7 @@ class Residency:
 
     def end(self, request: Request) -> None:
         """A request has ended, wherever it stood."""
+        self.forks.discard(request)
         self.kv.free(request)
         if self.swap_space is not None:
             self.swap_space.forget(request)
@@ -99,7 +121,7 @@ class Residency:
         """Whether blocks on their way to the host may suffice for a running request's first num_tokens tokens."""
         if self.swap_space is None:
             return False
-        return self.swap_space.will_have_room(request, num_tokens, plan) or (is_alone and self._pins_await_host())
+        return self.swap_space.will_have_room(request, num_tokens, plan) or (is_alone and self._others_await_host())
 
     @property
     def leaving(self) -> Mapping[KVCacheBlock, int]:
@@ -113,16 +135,29 @@ class Residency:
         return self.swap_space.num_missing(request, num_tokens, plan)
 
     def make_room(self, request: Request, num_tokens: int) -> bool:
-        """Let pins stand back for a request that is alone, unless something may come free on its way to the host.
+        """Let forks that wait, and then pins, stand back for a request that is alone or next.
+
+        They do not as long as something may come free on its way to the host.
 
         Returns:
             Whether its first num_tokens tokens find enough blocks now, and did not before.
         """
-        return not self._pins_await_host() and self.pins.make_room(request, num_tokens)
+        if self._others_await_host():
+            return False
+        forks = [fork for fork in self.forks.newest_first() if fork is not request]
+        num_missing = self.kv.num_lacking(request, num_tokens) if forks else 0
+        if num_missing > 0:
+            chosen = choose_victims(forks, self.kv, request, num_missing)
+            for fork in chosen or forks:  # what is too little without the pins is not with them
+                self.let_go(fork)
+            if chosen:
+                return True
+        return self.pins.make_room(request, num_tokens)
 
-    def _pins_await_host(self) -> bool:
-        """Whether pins could stand back, but need not before it is known what comes free on its way to the host."""
-        return self.pins.num_held_blocks > 0 and self.swap_space is not None and self.swap_space.has_leaving
+    def _others_await_host(self) -> bool:
+        """Whether somebody could stand back, but need not before it is known what comes free on its way to the host."""
+        could_stand_back = self.pins.num_held_blocks > 0 or len(self.forks) > 0
+        return could_stand_back and self.swap_space is not None and self.swap_space.has_leaving
 
     # --- steps come back, or do not -------------------------------------------------------------------------------
 
@@ -157,11 +192,19 @@ class Residency:
         self.tags.forgotten(distrusted)
         if self.swap_space is not None:
             self.swap_space.distrust(request, root, distrusted)
+        for fork in self.forks.newest_first():
+            if self.kv.relies_on(fork, distrusted):
+                self.let_go(fork)
         self.pins.distrusted()
         return distrusted
 
     def lose(self, lost: Sequence[Step]) -> None:
-        """All outstanding steps are lost: nothing that they would have filled or copied is there."""
+        """All outstanding steps are lost: nothing that they would have filled or copied is there.
+
+        Forks that wait let go of their blocks, as all that run are about to.
+        """
+        for fork in self.forks.newest_first():
+            self.let_go(fork)
         self.tags.lost(lost)
         self.kv.pool.forget_provisional()
         if self.swap_space is not None:
@@ -169,6 +212,8 @@ class Residency:
 
     def reset(self) -> int:
         """Forget every cached block, and what was swapped out; no request runs. Returns how many were cached."""
+        for fork in self.forks.newest_first():
+            self.let_go(fork)
         if self.swap_space is not None:
             self.swap_space.forget_all()
         self.pins.forget()
@@ -184,4 +229,5 @@ class Residency:
         if self.swap_space is not None:
             detached += self.swap_space.tables()
             self.swap_space.check_integrity([step.step_id for step in outstanding])
-        self.kv.check_integrity(running, detached)
+        self.forks.check_integrity()
+        self.kv.check_integrity(chain(running, self.forks.newest_first()), detached)

@@ -89,9 +89,9 @@ class Scheduler:
     def add_request(self, new: NewRequest) -> Request:
         """Accept a request, and what branches of it stand in the queue for themselves.
 
-        One that branches off from another (`NewRequest.fork_of`) and has nobody before it in the queue runs at once,
-        where there is a place to: what is computed of the other's tokens, and acknowledged, is shared and not computed
-        again. Otherwise it waits as any request, and for what the prefix cache has.
+        One that branches off from another (`NewRequest.fork_of`) shares what is computed of the other's tokens, and
+        acknowledged: that is not computed again. It runs at once where there is a place to and nobody before it in the
+        queue. Otherwise it waits as any request, and holds what it shares; see `ForkHolds`.
 
         Raises:
             DuplicateRequestError: the id is waiting or running.
@@ -109,8 +109,8 @@ class Scheduler:
         is_next = not len(self.waiting)
         for one in requests:
             self.book.add(one)
-        if parent is not None and is_next:
-            self._share(parent, request)
+        if parent is not None:
+            self._share(parent, request, is_next=is_next)
         return request
 
     def _parent_of(self, new: NewRequest) -> Request | None:
@@ -118,12 +118,14 @@ class Scheduler:
         parent = self.requests.get(new.fork_of)
         return parent if parent is not None and parent.tenant == new.tenant else None
 
-    def _share(self, parent: Request, request: Request) -> None:
-        """Let a new request, which is next, run at once from what its parent has computed, if that can be."""
-        num_shared = min(branches.num_acknowledged(parent, self.outstanding), request.num_tokens - 1)
-        if num_shared > 0 and self.book.has_room(request) and branches.fork(self.kv, parent, request, num_shared):
-            self.book.start(request)
-            self.book.admitted(request)
+    def _share(self, parent: Request, request: Request, *, is_next: bool) -> None:
+        """Let a new request have what is computed of its parent's tokens, if that can be, and run at once if it may."""
+        if branches.fork(self.kv, parent, request, self.outstanding):
+            if is_next and self.book.has_room(request):
+                self.book.start(request)
+                self.book.admitted(request)
+            else:
+                self.residency.forks.add(request)
 
     def abort(self, request_id: str, tenant: str | None = None) -> None:
         """End a request with all its branches, or one branch, wherever it stands; its blocks are free on return.
@@ -262,9 +264,10 @@ class Scheduler:
     def _admit(self, request: Request, reserve: int, plan: StepPlan) -> bool:
         """Let a waiting request run if its blocks leave `reserve` blocks free.
 
-        Where nobody runs, nobody else needs them: then none are left free, and pins stand back.
+        Where nobody runs, nobody else needs them: then none are left free, and forks that wait and pins stand back.
         """
         residency = self.residency
+        is_looked_up = self.kv.enable_caching and request not in residency.forks
         if self.running:
             is_admitted = residency.admit(request, reserve, plan)
         else:
@@ -276,7 +279,7 @@ class Scheduler:
         self.book.start(request)
         if not request.was_admitted:
             num_found = self.book.admitted(request)
-            if self.kv.enable_caching:
+            if is_looked_up:
                 self.stats.prefix_queries += request.num_prompt_tokens
                 self.stats.prefix_hits += num_found
         return True
@@ -284,14 +287,18 @@ class Scheduler:
     # --- blocks run short -----------------------------------------------------------------------------------------
 
     def _order_victims(self, plan: StepPlan) -> Victims:
-        """Running requests in the order in which they give way."""
-        order = self.waiting.victims(list(self.running.values()))
+        """All that hold blocks, in the order in which they give way: forks that wait before those that run."""
+        order = self.residency.forks.newest_first()
+        order += self.waiting.victims(list(self.running.values()))
         return Victims(order, self.kv, self.residency.leaving, plan)
 
     def _make_way(self, request: Request, num_tokens: int, victims: Victims, plan: StepPlan) -> bool:
         """Preempt others for a request's first num_tokens tokens, or itself. Returns whether it still runs."""
         chosen = victims.choose(request, self.residency.num_missing(request, num_tokens, plan))
         for victim in chosen or [request]:
+            if victim.status is not _RUNNING:
+                self.residency.let_go(victim)
+                continue
             plan.drop(victim)
             self._preempt(victim, plan)
             self.stats.preemptions += 1
@@ -457,7 +464,7 @@ class Scheduler:
         """Check every invariant of scheduler and pool. Raises AssertionError."""
         assert self.kv is self.residency.kv
         self.residency.check_integrity(self.running.values(), self.outstanding)
-        self.book.check_integrity()
+        self.book.check_integrity(self.residency.forks)
         for request in self.running.values():
             assert request.num_computed_tokens <= request.num_tokens + request.num_pending_tokens, f"{request!r}"
             pending = sum(

@@ -1,8 +1,8 @@
-"""Who gives way in one step: just those whose blocks let another request go on, or nobody.
+"""Who gives way: just those whose blocks let another request go on, or nobody.
 
-Station: made by `Scheduler` when a step first finds too few blocks for a running request; asks `KVCacheManager`, or
-`KVCacheCoordinator`, for tables, and the `StepPlan` for who waits. The order is the policy's, taken once for the step.
-It preempts nobody.
+Station: `Scheduler` makes a `Victims` when a step first finds too few blocks for a running request; `Residency` and
+`SequencePool` ask `choose_victims`, which is the rule. It asks `KVCacheManager`, or `KVCacheCoordinator`, for tables,
+and the `StepPlan` for who waits. The order is the policy's, taken once for the step. It preempts nobody.
 
 A block comes free when all who hold it let go of it. So victims are counted together: what two of them share, and
 nobody else, counts with the second. What the host has not acknowledged yet has been let go of (`leaving`), and a block
@@ -11,22 +11,61 @@ that the request itself is about to write to, or to leave, needs no copy once it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvmanager_service.core.block import KVCacheBlock
 from kvmanager_service.core.kv_cache import KVCache
-from kvmanager_service.core.request import Request, RequestStatus
+from kvmanager_service.core.kv_cache_manager import NONE_LEAVING
+from kvmanager_service.core.request import Request
 from kvmanager_service.core.step_plan import StepPlan
 
-_RUNNING: Final = RequestStatus.RUNNING
+
+def choose_victims(
+    candidates: Iterable[Request],
+    kv: KVCache,
+    request: Request,
+    num_missing: int,
+    *,
+    leaving: Mapping[KVCacheBlock, int] = NONE_LEAVING,
+    plan: StepPlan | None = None,
+) -> list[Request]:
+    """Who gives way for a request: a set of which none can be spared, in order.
+
+    Args:
+        candidates: requests with blocks, whoever gives way first being first; the request is none of them.
+        kv: their tables.
+        request: one that lacks blocks. What it would hit brings it nothing, whoever lets go of that.
+        num_missing: how many it lacks.
+        leaving: references that will have been dropped, by block.
+        plan: the step being decided, where candidates may wait for blocks in it.
+
+    Returns:
+        Nobody, if all of them together free too few blocks. Otherwise as many as it takes, and of those whoever comes
+        last in the order is spared first, if the others suffice.
+    """
+    count = _Count(kv, leaving, request, num_missing)
+    chosen: list[Request] = []
+    for victim in candidates:
+        if count.num_missing <= 0:
+            break
+        chosen.append(victim)
+        if plan is not None:
+            count.num_missing -= plan.num_awaited_by(victim)
+        count.take(victim, is_alone=len(chosen) == 1)
+    if count.num_missing > 0:
+        return []
+    for place in range(len(chosen) - 2, -1, -1):  # without the last there were too few
+        num_awaited = 0 if plan is None else plan.num_awaited_by(chosen[place])
+        if count.num_missing + num_awaited <= 0 and count.spare(chosen[place], num_awaited):
+            del chosen[place]
+    return chosen
 
 
 class Victims:
-    """Running requests, whoever gives way first being first; those that stopped running meanwhile are passed over.
+    """Requests with blocks, whoever gives way first being first; those that have none any more are passed over.
 
     Args:
-        order: all that run.
+        order: all that run, and before them whoever holds blocks and does not.
         kv: their tables.
         leaving: references that will have been dropped, by block.
         plan: the step being decided.
@@ -35,45 +74,37 @@ class Victims:
     __slots__ = ("_first", "_kv", "_leaving", "_order", "_plan")
 
     def __init__(
-        self, order: Iterable[Request], kv: KVCache, leaving: Mapping[KVCacheBlock, int], plan: StepPlan
+        self, order: Sequence[Request], kv: KVCache, leaving: Mapping[KVCacheBlock, int], plan: StepPlan
     ) -> None:
-        self._order = list(order)
-        self._first = 0  # nobody before it runs any more
+        self._order = order
+        self._first = 0  # nobody before it has blocks any more
         self._kv = kv
         self._leaving = leaving
         self._plan = plan
 
     def choose(self, request: Request, num_missing: int) -> list[Request]:
-        """Who gives way for a request: a set of which none can be spared, in order.
+        """Who gives way for a request, see `choose_victims`; none of those that are behind it.
 
         Args:
             request: one that runs.
             num_missing: blocks that it lacks, at least 1.
-
-        Returns:
-            None of those that are behind the request, if all of them together free too few blocks. Otherwise as many as
-            it takes, and of those whoever comes last in the order is spared first, if the others suffice.
         """
-        order = self._order
-        while order[self._first].status is not _RUNNING:
+        while not _holds_blocks(self._order[self._first]):
             self._first += 1
-        count = _Count(self._kv, self._leaving, set(self._kv.reusable_blocks(request)), num_missing)
-        chosen: list[Request] = []
+        return choose_victims(
+            self._before(request), self._kv, request, num_missing, leaving=self._leaving, plan=self._plan
+        )
+
+    def _before(self, request: Request) -> Iterator[Request]:
         index = self._first
-        while count.num_missing > 0:
-            victim = order[index]
+        while (victim := self._order[index]) is not request:
+            if _holds_blocks(victim):
+                yield victim
             index += 1
-            if victim is request:
-                return []
-            if victim.status is _RUNNING:
-                chosen.append(victim)
-                count.num_missing -= self._plan.num_awaited_by(victim)
-                count.take(victim, is_alone=len(chosen) == 1)
-        for place in range(len(chosen) - 2, -1, -1):  # without the last there were too few
-            num_awaited = self._plan.num_awaited_by(chosen[place])
-            if count.num_missing + num_awaited <= 0 and count.spare(chosen[place], num_awaited):
-                del chosen[place]
-        return chosen
+
+
+def _holds_blocks(request: Request) -> bool:
+    return bool(request.blocks or request.tables)
 
 
 class _Count:
@@ -82,33 +113,34 @@ class _Count:
     Args:
         kv: the tables.
         leaving: references that will have been dropped, by block.
-        reusable: blocks of whoever lacks some, each of which makes up for a free one once nobody else holds it.
+        request: whoever lacks some.
         num_missing: how many are missing.
 
     Attributes:
         num_missing: how many still are; below 0 are some to spare.
     """
 
-    __slots__ = ("_dropped", "_kv", "_leaving", "_reusable", "num_missing")
+    __slots__ = ("_dropped", "_hits", "_kv", "_leaving", "_reusable", "num_missing")
 
-    def __init__(
-        self, kv: KVCache, leaving: Mapping[KVCacheBlock, int], reusable: set[KVCacheBlock], num_missing: int
-    ) -> None:
+    def __init__(self, kv: KVCache, leaving: Mapping[KVCacheBlock, int], request: Request, num_missing: int) -> None:
         self.num_missing = num_missing
         self._kv = kv
         self._leaving = leaving
-        self._reusable = reusable
+        # Each of its own that it could do without makes up for a free one once nobody else holds it.
+        is_running = _holds_blocks(request)
+        self._reusable = set(kv.reusable_blocks(request)) if is_running else set()
+        self._hits = set() if is_running else kv.hit_blocks(request)
         self._dropped: dict[KVCacheBlock, int] = {}  # references of blocks that others hold, too
 
     def take(self, victim: Request, *, is_alone: bool) -> None:
         """It gives its blocks back. If it is alone with that, those that suffice are looked at, the deepest first."""
-        dropped = self._dropped
+        dropped, hits = self._dropped, self._hits
         for table in self._kv.tables(victim):
             for block in reversed(table):
                 if is_alone and self.num_missing <= 0:
                     return
                 if block.ref_cnt == 1:
-                    self.num_missing -= 1
+                    self.num_missing -= block not in hits
                 else:
                     dropped[block] = dropped.get(block, 0) + 1
                     self.num_missing -= self._is_free(block)
@@ -118,7 +150,7 @@ class _Count:
         spare = -self.num_missing - num_awaited
         for table in self._kv.tables(victim):
             for block in reversed(table):
-                spare -= block.ref_cnt == 1 or self._is_free(block)
+                spare -= block not in self._hits if block.ref_cnt == 1 else self._is_free(block)
                 if spare < 0:
                     return False
         self.num_missing = -spare
@@ -131,7 +163,7 @@ class _Count:
     def _is_free(self, block: KVCacheBlock) -> bool:
         """Whether all references to a block that several hold are dropped, but for the one that makes it reusable."""
         kept = block.ref_cnt - self._leaving.get(block, 0) - self._dropped.get(block, 0)
-        return kept == int(block in self._reusable)
+        return kept == int(block in self._reusable) and block not in self._hits
 
 
-__all__ = ["Victims"]
+__all__ = ["Victims", "choose_victims"]

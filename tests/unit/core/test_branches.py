@@ -16,7 +16,7 @@ from kvmanager_service.core.errors import (
 from kvmanager_service.core.extra_keys import KeyDomain, LoraAdapter, PromptSpan
 from kvmanager_service.core.fair_queue import FairWeights
 from kvmanager_service.core.forks import branch_id
-from kvmanager_service.core.kv_groups import SlidingWindow
+from kvmanager_service.core.kv_groups import FullAttention, RecurrentState, SlidingWindow
 from kvmanager_service.core.request import FinishReason, NewBranch, NewRequest, Request, RequestStatus
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.suspects import MAX_FAILED_STEPS
@@ -604,14 +604,146 @@ def test_fork_with_other_tokens_or_keys_is_refused_and_changes_nothing() -> None
     assert state_of(scheduler) == before
 
 
-def test_fork_without_a_place_waits() -> None:
-    scheduler = make_scheduler(make_kv(num_blocks=20), max_num_seqs=1)
+def with_waiting_fork(num_blocks: int = 20, **limits: object) -> tuple[Scheduler, Request]:
+    """A request `a` of 7 tokens, 6 of them computed, and its fork `b`, which shares those and has no place to run."""
+    scheduler = make_scheduler(make_kv(num_blocks), **({"max_num_seqs": 1} | limits))  # type: ignore[arg-type]
+    scheduler.add_request(make_new("a", range(6), max_tokens=40))
+    run_step(scheduler)
+    child = fork(scheduler, "a", make_new("b", range(6), resumed=[50], max_tokens=40))
+    scheduler.check_integrity()
+    assert (child.status, child.num_computed_tokens) == (RequestStatus.WAITING, 6)
+    return scheduler, child
+
+
+def test_fork_without_a_place_keeps_what_it_shares_till_there_is_one() -> None:
+    """Its parent writes on in a copy meanwhile, and ends."""
+    scheduler, child = with_waiting_fork()
+    shared = block_ids(child.blocks)
+    copies = run_step(scheduler).copies
+    assert [copy.source_id for copy in copies] == [shared[1]]
+    assert (child.status, block_ids(child.blocks)) == (RequestStatus.WAITING, shared)
+    scheduler.abort("a")
+    step = run_step(scheduler)
+    assert (rows_of(step), step.copies) == ({"b": (6, 1)}, [])
+    assert block_ids(child.blocks) == shared
+    assert not scheduler.residency.forks
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_fork_behind_others_computes_nothing_again_whatever_the_cache_has_lost(caching: bool) -> None:
+    """All other blocks are handed out while it waits."""
+    scheduler = make_scheduler(make_kv(num_blocks=20, enable_caching=caching), max_num_seqs=2)
     scheduler.add_request(make_new("a", range(6)))
     run_step(scheduler)
+    scheduler.add_request(make_new("w", 40, max_tokens=1))
     child = fork(scheduler, "a", make_new("b", range(6), resumed=[50]))
+    scheduler.abort("a")
     assert child.status is RequestStatus.WAITING
+    taken = scheduler.kv.pool.get_new_blocks(7)
+    assert rows_of(scheduler.schedule()) == {"w": (0, 40), "b": (6, 1)}
+    scheduler.kv.pool.free_blocks(taken)
+    scheduler.check_integrity()
+    assert scheduler.stats.prefix_queries == (46 if caching else 0)  # what is shared was not looked up
+
+
+def test_fork_of_a_fork_that_waits_shares_what_that_holds() -> None:
+    scheduler, child = with_waiting_fork()
+    grandchild = fork(scheduler, "b", make_new("c", range(6), resumed=[60]))
+    assert block_ids(grandchild.blocks) == block_ids(child.blocks)
+    for request_id in "ab":
+        scheduler.abort(request_id)
+    assert rows_of(run_step(scheduler)) == {"c": (6, 1)}
+
+
+def test_fork_of_a_follower_shares_what_its_leader_has_computed() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=20), max_num_batched_tokens=4, max_num_seqs=3)
+    scheduler.add_request(with_branches(make_new("a", range(10)), 1))
+    run_step(scheduler)
+    child = fork(scheduler, "a#1", make_new("b", range(10)))
+    assert (child.status, child.num_computed_tokens) == (RequestStatus.RUNNING, 4)
+    assert child.blocks[0] is scheduler.requests["a"].blocks[0]
+
+
+@pytest.mark.parametrize(("prompt", "helps"), [(6, True), (8, False)])
+def test_fork_that_waits_lets_go_before_a_running_request_is_preempted_if_that_helps(prompt: int, helps: bool) -> None:
+    """Of 6 tokens it comes to hold the second block alone, since its parent writes to a copy; of 8 it shares all."""
+    scheduler = make_scheduler(make_kv(num_blocks=9), max_num_seqs=2)
+    for request_id, length in (("a", prompt), ("x", 4)):
+        scheduler.add_request(make_new(request_id, range(length), max_tokens=40))
+    run_step(scheduler)
+    child = fork(scheduler, "a", make_new("b", range(prompt), resumed=[50]))
+    assert child in scheduler.residency.forks
+    while child in scheduler.residency.forks and not scheduler.stats.preemptions:
+        run_step(scheduler)
+    assert (child in scheduler.residency.forks, scheduler.stats.preemptions) == ((False, 0) if helps else (True, 1))
+
+
+@pytest.mark.parametrize("num_held", [1, 2])
+def test_lone_request_that_lacks_blocks_gets_those_of_forks_that_wait(num_held: int) -> None:
+    """Both hold the same, so it takes both to let go; then each waits as any request, and computes again."""
+    scheduler, child = with_waiting_fork(num_blocks=6)
+    forks = [child]
+    if num_held == 2:
+        forks.append(fork(scheduler, "b", make_new("c", range(6), resumed=[60], max_tokens=40)))
+    while scheduler.residency.forks:
+        run_step(scheduler)
+    parent = scheduler.requests["a"]
+    assert scheduler.kv.pool.num_free_blocks == 0
+    assert len(parent.blocks) == 5
+    assert [(one.status, one.num_computed_tokens, one.blocks) for one in forks] == [
+        (RequestStatus.WAITING, 0, []) for _ in forks
+    ]
     scheduler.abort("a")
     assert rows_of(run_step(scheduler)) == {"b": (4, 3)}
+
+
+def test_next_request_gets_the_blocks_of_forks_that_wait_behind_it_where_nobody_runs() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=6), max_num_seqs=1)
+    scheduler.add_request(make_new("a", range(6)))
+    run_step(scheduler)
+    scheduler.add_request(make_new("w", 16, max_tokens=3))
+    children = [fork(scheduler, "a", make_new(name, range(6), resumed=[50])) for name in ("b", "c")]
+    scheduler.abort("a")
+    assert scheduler.kv.pool.num_free_blocks == 3
+    assert rows_of(run_step(scheduler)) == {"w": (0, 16)}
+    assert [child.num_computed_tokens for child in children] == [0, 0]
+
+
+def test_fork_that_waits_counts_no_block_twice_and_is_admitted_with_those_that_are_left() -> None:
+    """4 blocks: it holds 2, and needs a third for its last token and none beyond."""
+    scheduler = make_scheduler(make_kv(num_blocks=4), max_num_seqs=1)
+    scheduler.add_request(make_new("a", range(8)))
+    run_step(scheduler)
+    child = fork(scheduler, "a", make_new("b", range(8), resumed=[50]))
+    taken = scheduler.kv.pool.get_new_blocks(scheduler.kv.pool.num_free_blocks)
+    scheduler.abort("a")
+    assert child.num_computed_tokens == 8
+    assert len(child.blocks) == 2
+    scheduler.kv.pool.free_blocks(taken)
+    assert rows_of(run_step(scheduler)) == {"b": (8, 1)}
+
+
+@pytest.mark.parametrize("what", ["abort", "lost steps", "other cache", "reset", "failed row"])
+def test_fork_that_waits_holds_nothing_when_that_is_gone_or_in_doubt(what: str) -> None:
+    scheduler, child = with_waiting_fork(max_outstanding=2)
+    if what == "failed row":
+        step = scheduler.schedule()
+        assert step is not None
+        scheduler.update(make_result(step, failed=[0]))
+    elif what == "lost steps":
+        scheduler.schedule()
+        scheduler.lose_steps()
+    elif what == "other cache":
+        scheduler.replace_cache(make_kv(num_blocks=20))
+    elif what == "reset":
+        scheduler.abort("a")
+        scheduler.reset_prefix_cache()
+    else:
+        scheduler.abort("b")
+    scheduler.check_integrity()
+    assert not scheduler.residency.forks
+    assert (child.blocks, child.num_computed_tokens) == ([], 0)
+    assert child.status is (RequestStatus.FINISHED if what == "abort" else RequestStatus.WAITING)
 
 
 @pytest.mark.parametrize("place", ["none", "parent waits", "parent preempted", "follower"])
@@ -662,18 +794,38 @@ def test_fork_of_a_request_that_is_none_to_it_is_one_like_any_other(parent: str)
     assert rows_of(run_step(scheduler))["b"] == (0, 4)
 
 
-def test_fork_of_what_the_parents_window_has_left_computes_it_again() -> None:
-    """Of the parent's 13 tokens a window of 8 still holds the last: one fork shares them, the other finds them gone."""
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_fork_of_what_the_parents_window_has_left_finds_it_in_the_cache_unless_somebody_took_it(is_taken: bool) -> None:
+    """Of the parent's 13 tokens a window of 8 still holds the last; what it has left was full, and is cached."""
     scheduler = make_scheduler(make_coordinator([SlidingWindow(4, 8)]))
     scheduler.add_request(make_new("a", range(6)))
     for _ in range(7):
         run_step(scheduler)
     late = fork(scheduler, "a", make_new("late", range(6), resumed=[7] * 6 + [50]))
     assert (late.status, late.num_computed_tokens) == (RequestStatus.RUNNING, 12)
+    pool = scheduler.kv.pool
+    taken = pool.get_new_blocks(pool.num_free_blocks) if is_taken else []
     early = fork(scheduler, "a", make_new("early", range(4)))
-    assert early.status is RequestStatus.WAITING
+    pool.free_blocks(taken)
+    assert early.status is (RequestStatus.WAITING if is_taken else RequestStatus.RUNNING)
     scheduler.check_integrity()
-    assert rows_of(run_step(scheduler)) == {"a": (12, 1), "late": (12, 1), "early": (0, 4)}
+    step = run_step(scheduler)
+    assert rows_of(step) == {"a": (12, 1), "late": (12, 1), "early": (0, 4) if is_taken else (3, 1)}
+
+
+def test_fork_between_checkpoints_of_a_state_computes_from_the_last_one() -> None:
+    """The states between are overwritten: there is nothing to share. At a checkpoint there is, also when it is left."""
+    scheduler = make_scheduler(make_coordinator([FullAttention(4), RecurrentState(4)]), max_outstanding=2)
+    scheduler.add_request(make_new("a", range(6), max_tokens=20))
+    for _ in range(5):
+        run_step(scheduler)
+    scheduler.schedule()
+    between = fork(scheduler, "a", make_new("between", [*range(6), 7, 50]))
+    assert (between.status, between.tables) == (RequestStatus.WAITING, [])
+    scheduler.abort("between")
+    at_one = fork(scheduler, "a", make_new("at one", [*range(4), 50]))
+    assert (at_one.status, at_one.num_computed_tokens) == (RequestStatus.RUNNING, 4)
+    scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
@@ -684,7 +836,7 @@ def test_fork_does_not_overtake_those_who_wait(policy: str) -> None:
     scheduler.add_request(make_new("w", 6))
     child = fork(scheduler, "a", make_new("b", range(6), resumed=[50]))
     assert child.status is RequestStatus.WAITING
-    assert list(rows_of(run_step(scheduler))) == ["a", "w", "b"]
+    assert list(rows_of(run_step(scheduler)).items()) == [("a", (6, 1)), ("w", (0, 6)), ("b", (6, 1))]
 
 
 def test_beam_search_computes_no_token_twice() -> None:
@@ -702,3 +854,32 @@ def test_beam_search_computes_no_token_twice() -> None:
         run_step(scheduler, {best: 20, other: 30})
         best, other = other, best
     assert scheduler.stats.tokens_computed == 6 + 2 * 10
+
+
+def test_beam_search_wider_than_there_are_places_computes_no_token_twice() -> None:
+    """Width 3 with 2 places: in each turn one beam waits, is forked twice while it does, and its forks wait behind."""
+    scheduler = make_scheduler(make_kv(num_blocks=60), max_num_seqs=2)
+    scheduler.add_request(make_new("a", range(6), max_tokens=100))
+    run_step(scheduler)
+    beams, count = ["a"], 0
+    for turn in range(12):
+        tokens = read_int32(scheduler.requests[beams[0]].token_bytes)
+        fresh = [f"b{count + place}" for place in range(3)]
+        count += 3
+        for place, name in enumerate(fresh):
+            resumed = [*tokens[6:-1], 100 + 3 * turn + place]
+            child = fork(scheduler, beams[0], make_new(name, range(6), resumed=resumed, max_tokens=100))
+            assert child.num_computed_tokens == len(tokens) - 1
+        for beam in beams:
+            scheduler.abort(beam)
+        known = {name: scheduler.requests[name].num_tokens for name in fresh}
+        beams = sorted(fresh, reverse=bool(turn % 2))
+        while any(scheduler.requests[name].num_tokens == known[name] for name in beams):
+            step = run_step(scheduler, 20)
+            assert all(row.num_tokens == 1 for row in step.rows)
+            for name in beams:  # who has got its token makes a place
+                if len(scheduler.running) == 2 and scheduler.requests[name].num_tokens > known[name] + 1:
+                    scheduler.abort(name)
+                    beams.remove(name)
+                    break
+    assert scheduler.stats.preemptions == 0

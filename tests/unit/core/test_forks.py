@@ -361,17 +361,28 @@ def test_fork_in_groups_without_free_blocks_changes_nothing() -> None:
     kv.check_integrity([child])
 
 
-def test_fork_behind_a_window_that_has_moved_on_raises() -> None:
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_fork_behind_a_window_that_has_moved_on_has_what_is_cached_or_raises(is_taken: bool) -> None:
     kv = KVCacheCoordinator(60, MIXES["window"], longest_chunk=4)
     parent = make_request("parent", range(12))
     compute(kv, parent)
+    left = list(parent.tables[1].blocks)[:2]
     for token in range(12):
         assert write(kv, parent, 50 + token)
     child = make_request("child", range(6))
-    before = state_of((kv, parent, child))
-    with pytest.raises(ValueError, match=r"group 1 of .* to hold what token 6 reads"):
+    taken = kv.pool.get_new_blocks(kv.pool.num_free_blocks) if is_taken else []
+    if is_taken:
+        before = state_of((kv, parent, child))
+        with pytest.raises(ValueError, match=r"group 1 of .* to hold what token 6 reads"):
+            kv.fork(parent, child, 6)
+        assert state_of((kv, parent, child)) == before
+    else:
         kv.fork(parent, child, 6)
-    assert state_of((kv, parent, child)) == before
+        assert child.tables[1].blocks == left
+        assert [block.ref_cnt for block in left] == [1, 1]
+        assert write(kv, child, 99)
+        assert len(kv.take_copies()) == 1, "of full attention: of the window nobody else holds the block"
+    kv.check_integrity([parent, child] if not is_taken else [parent], [taken])
 
 
 def test_fork_of_a_state_between_checkpoints_raises_and_at_one_does_not() -> None:

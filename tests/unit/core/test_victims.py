@@ -114,14 +114,14 @@ def test_choose_two_that_share_all_they_have_free_it_together() -> None:
     assert choose(kv, [second, first, grows], grows, 5) == [second, first]
 
 
-def test_choose_passes_over_who_stopped_running() -> None:
+def test_choose_passes_over_who_gave_its_blocks_back() -> None:
     kv = make_kv(num_blocks=4)
     grows, first, second = (start(kv, name, 4) for name in ("grows", "a", "b"))
     victims = Victims([first, second, grows], kv, {}, make_plan(kv))
     assert victims.choose(grows, 1) == [first]
-    first.status = RequestStatus.PREEMPTED
+    kv.free(first)
     assert victims.choose(grows, 1) == [second]
-    second.status = RequestStatus.PREEMPTED
+    kv.free(second)
     assert victims.choose(grows, 1) == []
 
 
