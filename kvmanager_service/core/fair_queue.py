@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvmanager_service.core.arrival_line import ArrivalLine
 from kvmanager_service.core.request import Request
 from kvmanager_service.core.request_queue import RequestQueue
 
@@ -77,7 +78,7 @@ class TenantAccount:
         self.tenant = tenant
         self.served = 0.0
         self.num_open = 0
-        self.waiting: OrderedDict[str, Request] = OrderedDict()
+        self.waiting = ArrivalLine()
         self.entry = 0
 
 
@@ -110,7 +111,7 @@ class FairQueue(RequestQueue):
         """Queue at the end of its tenant's requests."""
         account = self._open(request.tenant)
         self._enter(account)
-        account.waiting[request.request_id] = request
+        account.waiting.add(request)
         self._length += 1
 
     def joined(self, request: Request) -> None:
@@ -127,23 +128,22 @@ class FairQueue(RequestQueue):
         return account
 
     def requeue(self, request: Request) -> None:
-        """Queue at the front of its tenant's requests."""
+        """Queue among its tenant's requests by arrival, before those that never ran."""
         account = self._accounts[request.tenant]
         self._enter(account)
-        account.waiting[request.request_id] = request
-        account.waiting.move_to_end(request.request_id, last=False)
+        account.waiting.requeue(request)
         self._length += 1
 
     def peek(self) -> Request:
         """The first request of the tenant with the lowest counter."""
         account = self._lowest()
         assert account is not None, "the queue is empty"
-        return next(iter(account.waiting.values()))
+        return account.waiting.first()
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands."""
         account = self._accounts[request.tenant]
-        del account.waiting[request.request_id]
+        account.waiting.remove(request)
         self._length -= 1
         if account.waiting:
             return
@@ -240,4 +240,4 @@ class FairQueue(RequestQueue):
     def __iter__(self) -> Iterator[Request]:
         waiting = [account for account in self._accounts.values() if account.waiting]
         waiting.sort(key=lambda account: (account.served, account.entry))
-        return iter([request for account in waiting for request in account.waiting.values()])
+        return iter([request for account in waiting for request in account.waiting])

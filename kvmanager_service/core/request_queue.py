@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import heapq
 from abc import abstractmethod
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
+from kvmanager_service.core.arrival_line import ArrivalLine
 from kvmanager_service.core.request import Request
 
 
@@ -72,34 +72,33 @@ class FCFSQueue(RequestQueue):
     """First come, first served; the latest arrival is sacrificed first."""
 
     def __init__(self) -> None:
-        self._requests: OrderedDict[str, Request] = OrderedDict()
+        self._line = ArrivalLine()
 
     def add(self, request: Request) -> None:
         """Queue at the end."""
-        self._requests[request.request_id] = request
+        self._line.add(request)
 
     def requeue(self, request: Request) -> None:
-        """Queue at the front."""
-        self._requests[request.request_id] = request
-        self._requests.move_to_end(request.request_id, last=False)
+        """Queue by arrival, before those that never ran."""
+        self._line.requeue(request)
 
     def peek(self) -> Request:
         """The request at the front."""
-        return next(iter(self._requests.values()))
+        return self._line.first()
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands."""
-        del self._requests[request.request_id]
+        self._line.remove(request)
 
     def victims(self, running: Sequence[Request]) -> Iterator[Request]:
         """The latest arrival first."""
         return iter(sorted(running, key=lambda request: request.arrival_seq, reverse=True))
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._line)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+        return iter(self._line)
 
 
 class PriorityQueue(RequestQueue):

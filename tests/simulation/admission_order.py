@@ -15,6 +15,7 @@ class AdmissionOrder:
     """What the policies promise to those that wait, told from arrivals alone: it asks no queue who is next.
 
     * `fcfs`: nobody is admitted for the first time while an earlier arrival waits to be, or anyone who was preempted;
+      and of those that were, nobody while an earlier arrival waits;
     * `fair`: the same between the requests of one tenant;
     * `priority`: nobody is admitted, for the first time or again, while one waits that has a lower value, or the same
       and arrived earlier.
@@ -26,9 +27,6 @@ class AdmissionOrder:
 
     Forks are not, for one runs at once only if nobody waits; nor is whoever finds its prefix in the cache, or waits for
     its blocks on their way to the host: those behind it wait, too.
-
-    Under `fcfs` and `fair` those that were preempted are not compared with each other. They stand in the order in which
-    they ran, which is another than that of their arrivals where one was tried alone, or forked late.
 
     Args:
         scheduler: it stays when a cache is replaced.
@@ -59,6 +57,7 @@ class AdmissionOrder:
         """Whether one that waits should have been admitted before another that was."""
         if self._policy == "priority":
             return (waiting.priority, waiting.arrival_seq) < (admitted.priority, admitted.arrival_seq)
-        if admitted.incarnation or (self._policy == "fair" and waiting.tenant != admitted.tenant):
+        if self._policy == "fair" and waiting.tenant != admitted.tenant:
             return False  # of tenants, `Fairness` checks whose turn it is
-        return waiting.status is RequestStatus.PREEMPTED or waiting.arrival_seq < admitted.arrival_seq
+        never_ran = waiting.status is not RequestStatus.PREEMPTED
+        return (never_ran, waiting.arrival_seq) < (not admitted.incarnation, admitted.arrival_seq)

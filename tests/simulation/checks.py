@@ -18,6 +18,7 @@ from tests.simulation.conditions import Conditions
 from tests.simulation.deeds import Deeds
 from tests.simulation.fairness import Fairness
 from tests.simulation.harness import Produced, first_read
+from tests.simulation.held_forks import HeldForks
 from tests.simulation.met import Counts
 from tests.simulation.stories import Story
 from tests.unit.core.builders import chain_of
@@ -38,13 +39,19 @@ class Checks:
         queue = deeds.world.scheduler.waiting
         self._fairness = Fairness(queue, deeds) if isinstance(queue, FairQueue) else None
         self._order = AdmissionOrder(deeds.world.scheduler)
-        deeds.world.watch = self._order.check
+        self._held_forks = HeldForks(deeds.world.scheduler, deeds.counts)
+        deeds.world.watch = self._check_call
+
+    def _check_call(self) -> None:
+        """After a call of the scheduler. Raises AssertionError."""
+        self._order.check()
+        self._held_forks.check()
 
     def check(self) -> None:
         """After a deed. Raises AssertionError."""
         scheduler = self._world.scheduler
         scheduler.check_integrity()
-        self._order.check()
+        self._check_call()
         for request in scheduler.running.values():
             self._check_contents(request)
         self._check_pins()

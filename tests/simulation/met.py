@@ -117,6 +117,9 @@ STATES: Final[Mapping[str, State]] = {
     "waiting, with output of an earlier stream": lambda scheduler, request, story: (
         request.status is RequestStatus.WAITING and request.num_output_tokens > 0
     ),
+    "waiting fork that holds blocks": lambda scheduler, request, story: (
+        request.status is RequestStatus.WAITING and bool(_blocks(request))
+    ),
     "waiting, with followers": lambda scheduler, request, story: _is_new(request) and bool(request.followers),
     "follower of one that waits": lambda scheduler, request, story: (
         request.leader is not None and request.leader.status is not RequestStatus.RUNNING
@@ -200,6 +203,7 @@ SELDOM: Final = frozenset(
         "suspect, to compute alone",
         "swapping in",
         "swapping out",
+        "waiting fork that holds blocks",
     }
 )
 """States that requests are in for a step or two, if at all: an abort meets them if it is meant to."""

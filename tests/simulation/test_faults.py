@@ -249,8 +249,11 @@ def test_simulation_many_lives_meet_every_fault_and_every_end() -> None:
         "wait",
     }
     assert met.outcomes.keys() == {
+        "fork lets go",
         "fork runs at once",
-        "fork waits",
+        "fork runs from what it held",
+        "fork waits and holds",
+        "fork waits with nothing",
         "late answer of another cache",
         "late answer of the same cache",
         "pin refused: PIN_LIMIT",

@@ -12,11 +12,13 @@ from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvmanager_service import step_message
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_pool import BlockPool
+from kvmanager_service.core.fork_holds import ForkHolds
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.pinned_prefixes import PinnedPrefixes
 from kvmanager_service.core.priority_policy import PriorityPolicy
 from kvmanager_service.core.request import NewRequest, Request
 from kvmanager_service.core.request_book import RequestBook
+from kvmanager_service.core.residency import Residency
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig
 from kvmanager_service.core.step import BlockCopy, CopyDirection, ScheduledRow, Step, StepResult
@@ -391,6 +393,39 @@ def forks_take_no_reference(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockPool, "check_integrity", lambda self, tables: list(tables))
 
 
+def waiting_forks_write_in_place(patch: pytest.MonkeyPatch) -> None:
+    original = ForkHolds.add
+
+    def add(self: ForkHolds, fork: Request) -> None:
+        original(self, fork)
+        fork.may_share_tail = False
+
+    patch.setattr(ForkHolds, "add", add)
+
+
+def waiting_forks_keep_their_tokens_when_they_let_go(patch: pytest.MonkeyPatch) -> None:
+    original = Residency.let_go
+
+    def let_go(self: Residency, fork: Request) -> None:
+        num_computed = fork.num_computed_tokens
+        original(self, fork)
+        fork.num_computed_tokens = num_computed
+
+    patch.setattr(Residency, "let_go", let_go)
+
+
+def waiting_forks_trust_failed_rows(patch: pytest.MonkeyPatch) -> None:
+    """They let go of nothing, but where all that they hold is gone."""
+    original = Residency.distrust
+
+    def distrust(self: Residency, *args: Any) -> set[KVCacheBlock]:
+        with patch.context() as inner:
+            inner.setattr(Residency, "let_go", lambda self, fork: None)
+            return original(self, *args)
+
+    patch.setattr(Residency, "distrust", distrust)
+
+
 def branches_are_sampled_with_the_leaders_seed(patch: pytest.MonkeyPatch) -> None:
     original = RequestBook.fork
 
@@ -530,6 +565,9 @@ MUTATIONS: list[tuple[Mutation, bool | None]] = [
     (copies_are_not_ordered, ANY_HASH),
     (copies_come_a_step_late, ANY_HASH),
     (forks_take_no_reference, ANY_HASH),
+    (waiting_forks_write_in_place, ANY_HASH),
+    (waiting_forks_keep_their_tokens_when_they_let_go, ANY_HASH),
+    (waiting_forks_trust_failed_rows, ANY_HASH),
     (branches_are_sampled_with_the_leaders_seed, ANY_HASH),
     (resumed_branches_are_sampled_with_the_requests_seed, ANY_HASH),
     (branches_that_have_begun_are_resumed_from_the_prompt, ANY_HASH),
@@ -564,6 +602,9 @@ NOTICED_BY: dict[Mutation, int] = {
     swapped_request_has_computed_one_token_more: 17,
     blocks_are_committed_when_scheduled: 3,
     host_memory_outlives_its_executor: 19,
+    waiting_forks_write_in_place: 88,
+    waiting_forks_trust_failed_rows: 37,
+    waiting_forks_keep_their_tokens_when_they_let_go: 37,
 }
 """Where seeds before it live on, and long, the first that notices; a seed that no longer does is followed by others."""
 

@@ -12,6 +12,7 @@ import pytest
 
 from executor_service.backends.sim_digest import expected_tokens
 from kvmanager_service.core import branches
+from kvmanager_service.core.arrival_line import ArrivalLine
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.errors import RowFailedError
@@ -92,7 +93,7 @@ def newest_first_is_admitted(patch: pytest.MonkeyPatch) -> None:
     """All come to their ends none the less: arrivals are finite."""
 
     def peek(self: FCFSQueue) -> Request:
-        return max(self._requests.values(), key=lambda request: request.arrival_seq)
+        return max(self, key=lambda request: request.arrival_seq)
 
     patch.setattr(FCFSQueue, "peek", peek)
 
@@ -101,23 +102,35 @@ def preempted_goes_to_the_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FCFSQueue, "requeue", FCFSQueue.add)
 
 
+def preempted_goes_before_all(patch: pytest.MonkeyPatch) -> None:
+    """Whatever its arrival: where many are preempted at once, latest first, that comes to the same."""
+    patch.setattr(ArrivalLine, "requeue", lambda self, request: self._preempted.append(request))
+    patch.setattr(ArrivalLine, "remove", _take_out)
+
+
+def _take_out(line: ArrivalLine, request: Request) -> None:
+    """Wherever it stands, though the line be out of order."""
+    if line._new.pop(request.request_id, None) is None:
+        line._preempted.remove(request)
+
+
 def newest_of_a_tenant_first_is_admitted(patch: pytest.MonkeyPatch) -> None:
     """The tenant is the one whose turn it is."""
 
     def peek(self: FairQueue) -> Request:
         account = self._lowest()
         assert account is not None
-        return max(account.waiting.values(), key=lambda request: request.arrival_seq)
+        return max(account.waiting, key=lambda request: request.arrival_seq)
 
     patch.setattr(FairQueue, "peek", peek)
 
 
 def preempted_goes_behind_its_tenants_others(patch: pytest.MonkeyPatch) -> None:
-    original = FairQueue.requeue
-
     def requeue(self: FairQueue, request: Request) -> None:
-        original(self, request)
-        self._accounts[request.tenant].waiting.move_to_end(request.request_id)
+        account = self._accounts[request.tenant]
+        self._enter(account)
+        account.waiting.add(request)
+        self._length += 1
 
     patch.setattr(FairQueue, "requeue", requeue)
 
@@ -273,6 +286,8 @@ MUTATIONS: Sequence[tuple[Mutation, Lives, int]] = [
     (whoever_was_away_has_credit, fair, 1),
     (newest_first_is_admitted, fcfs, 1),
     (preempted_goes_to_the_back, crowded_fcfs, 1),
+    (preempted_goes_before_all, crowded_fcfs, 1),
+    (preempted_goes_before_all, crowded_fair, 1),
     (newest_of_a_tenant_first_is_admitted, fair, 1),
     (preempted_goes_behind_its_tenants_others, crowded_fair, 1),
     (newest_of_a_priority_first_is_admitted, priority, 1),

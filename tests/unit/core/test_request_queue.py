@@ -1,3 +1,5 @@
+import random
+
 import pytest
 
 from kvmanager_service.core.fair_queue import DEFAULT_WEIGHTS
@@ -37,6 +39,27 @@ def test_fcfs_queue_preempted_requests_go_before_those_that_never_ran() -> None:
     for seq, name in ((3, "c"), (2, "b"), (1, "a")):  # as victims are chosen: the latest first
         queue.requeue(make(name, seq))
     assert ids(queue) == ["a", "b", "c", "new"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_fcfs_queue_preempted_requests_stand_by_arrival_however_they_come_back_and_leave(seed: int) -> None:
+    """Against a list that is sorted anew each time."""
+    rng = random.Random(seed)
+    queue, expected = FCFSQueue(), list[tuple[bool, int, Request]]()
+    for seq in range(60):
+        request = make(f"r{seq}", seq if rng.random() < 0.5 else -rng.randrange(1_000_000))
+        if request.arrival_seq == seq:
+            queue.add(request)
+        else:
+            queue.requeue(request)
+        expected.append((request.arrival_seq == seq, request.arrival_seq, request))
+        expected.sort(key=lambda entry: entry[:2])
+        if rng.random() < 0.4:
+            place = rng.choice((0, rng.randrange(len(expected))))
+            queue.remove(expected.pop(place)[2])
+        assert list(queue) == [entry[2] for entry in expected]
+        assert len(queue) == len(expected)
+        assert not expected or queue.peek() is expected[0][2]
 
 
 def test_fcfs_victims_latest_arrival_comes_first_wherever_it_runs() -> None:
