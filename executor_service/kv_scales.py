@@ -42,11 +42,12 @@ KV_CACHE_DTYPES = ("auto", "fp8", *FP8_TYPES)
 _SCALE_NAME = re.compile(r"layers\.(\d+)\..*\b([kv])_scale")
 _TOKENS_OF_A_PASSAGE = 256
 _RANDOM_TOKENS = 192
+_NONE = (1.0,)
 
 
 @dataclass(frozen=True)
 class KvScales:
-    """One scale for K and one for V of every layer.
+    """One scale for K and one for V of every layer; 1, which nothing is stored by, for a layer that keeps a state.
 
     Attributes:
         source: "checkpoint" or "calibration".
@@ -105,11 +106,17 @@ def require_fp8(name: str, device: torch.device) -> None:
         )
 
 
-def checkpoint_scales(folder: Path, num_layers: int) -> KvScales | None:
+def checkpoint_scales(folder: Path, num_layers: int, attending: Sequence[int]) -> KvScales | None:
     """The scales that come with the weights; None where there are none.
 
+    Args:
+        folder: the checkpoint's.
+        num_layers: layers of the model.
+        attending: those of them that keep K/V; the others keep a state.
+
     Raises:
-        BackendError: they are there for some layers only, not one number for each, or not positive and finite.
+        BackendError: they are there for some of these layers only or for others, not one number for each, or not
+            positive and finite.
     """
     found: dict[tuple[str, int], list[float]] = {}
     try:
@@ -126,22 +133,22 @@ def checkpoint_scales(folder: Path, num_layers: int) -> KvScales | None:
         ) from error
     if not found:
         return None
-    expected = {(part, layer) for part in "kv" for layer in range(num_layers)}
+    expected = {(part, layer) for part in "kv" for layer in attending}
     if set(found) != expected:
         wrong = sorted(f"{part}_scale of layer {layer}" for part, layer in expected ^ set(found))
         raise _bad_scales(folder, f"{len(wrong)} missing or of no layer, first {wrong[0]}")
     for (part, layer), numbers in sorted(found.items()):
         if len(numbers) != 1 or not (math.isfinite(numbers[0]) and numbers[0] > 0):
             raise _bad_scales(folder, f"{numbers[:4]} as {part}_scale of layer {layer}")
-    keys, values = (tuple(found[part, layer][0] for layer in range(num_layers)) for part in "kv")
+    keys, values = (tuple(found.get((part, layer), _NONE)[0] for layer in range(num_layers)) for part in "kv")
     return KvScales(keys, values, "checkpoint")
 
 
 def _bad_scales(folder: Path, got: str) -> BackendError:
     return BackendError(
         "BAD_KV_SCALES",
-        f"expected one positive k_scale and one v_scale for every layer in {folder}, or none at all, got {got}. Use "
-        "--kv-cache-dtype auto, or a checkpoint without them: then they are measured.",
+        f"expected one positive k_scale and one v_scale for every layer that attends in {folder}, or none at all, got"
+        f" {got}. Use --kv-cache-dtype auto, or a checkpoint without them: then they are measured.",
         model=folder,
     )
 
@@ -174,16 +181,17 @@ def calibrated_scales(
     most = -(-max(len(tokens) for tokens in passages) // plain.block_size)
     first_blocks = [1 + group * most for group in range(len(groups.windows))]
     cache = PagedKvCache(plain, 1 + most * len(first_blocks), device)
+    attending = groups.attending
     largest = torch.zeros((len(groups.page_of), 2))
     for tokens in passages:
         runner.forward(_passage_step(tokens, plain.block_size, first_blocks), cache)
         # What earlier passages left in the cache counts once more, which changes no maximum.
         of_layers = [
-            cache.layers[page][:, first_blocks[group] :][:, :most]
-            for group, page in zip(groups.group_of, groups.page_of, strict=True)
+            cache.layers[groups.page_of[layer]][:, first_blocks[groups.group_of[layer]] :][:, :most]
+            for layer in attending
         ]
         seen = torch.stack([layer.abs().flatten(1).amax(dim=1) for layer in of_layers])
-        largest = torch.maximum(largest, seen.float().cpu())
+        largest[attending] = torch.maximum(largest[attending], seen.float().cpu())
     if of_all_heads is not None:
         largest = of_all_heads(largest)
     if not torch.isfinite(largest).all():

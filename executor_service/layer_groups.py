@@ -77,6 +77,11 @@ class LayerGroups:
         """Pages of a block: the most layers of a group."""
         return max(self.page_of) + 1
 
+    @property
+    def attending(self) -> list[int]:
+        """The layers that attend; the others keep a state."""
+        return [layer for layer, group in enumerate(self.group_of) if self.windows[group] != STATE]
+
     def num_layers(self, group: int) -> int:
         """How many layers a group has that keep K/V, or a state, of their own."""
         return sum(of == group and self.source_of(layer) == layer for layer, of in enumerate(self.group_of))

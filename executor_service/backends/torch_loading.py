@@ -94,6 +94,13 @@ def prepare_model(
     if states is not None:
         _require_state_support(config, shard)
     windows, kv_heads, head_dim = probe(loaded.model, loaded.vocab_size, states)
+    if config.fp8 is not None and not kv_heads:
+        raise BackendError(
+            "KV_CACHE_DTYPE_NOT_SUPPORTED",
+            f"expected a model with layers that attend for --kv-cache-dtype {config.kv_cache_dtype}, got one whose"
+            " layers keep states only, and those are stored as they are computed. Use --kv-cache-dtype auto.",
+            kv_cache_dtype=config.kv_cache_dtype,
+        )
     if shard:
         shard.require_kv_heads(loaded.model, kv_heads)
     # A window, or a chunk, as long as any sequence is none.
@@ -101,11 +108,11 @@ def prepare_model(
         [window if window == STATE or abs(window) < loaded.max_model_len else 0 for window in windows],
         layer_sources(loaded.model.config),
     )
-    computed = KvLayout(groups.num_pages, kv_heads, head_dim, config.block_size, loaded.dtype)
-    if states is not None:
-        computed = _with_states(computed, states.layout, config.state_interval)
-    layout = computed if config.fp8 is None else replace(computed, dtype=FP8_TYPES[config.fp8])
-    limits = _gather_limits(computed, layout)
+    as_computed = KvLayout(groups.num_pages, kv_heads, head_dim, config.block_size, loaded.dtype)
+    layout = as_computed if config.fp8 is None else replace(as_computed, dtype=FP8_TYPES[config.fp8])
+    if states is not None:  # the smaller K/V are, the more tokens it takes for a page that holds a state
+        as_computed, layout = (_with_states(one, states.layout, config.state_interval) for one in (as_computed, layout))
+    limits = _gather_limits(as_computed, layout)
     kernels = make_kernels(loaded, layout, limits, native)
     if isinstance(kernels, NativeKernels):
         limits = NO_WORKSPACE
@@ -129,6 +136,7 @@ def prepare_model(
     return PagedModel(
         loaded=loaded,
         layout=layout,
+        as_computed=as_computed,
         groups=groups,
         kv_cache_dtype=config.fp8 or str(layout.dtype).removeprefix("torch."),
         kernels=kernels,
@@ -185,7 +193,7 @@ def _find_scales(
     shard: ModelShard | None,
 ) -> KvScales:
     """Each layer's scales: the checkpoint's where it has them, else measured."""
-    scales = checkpoint_scales(loaded.folder, len(groups.page_of))
+    scales = checkpoint_scales(loaded.folder, len(groups.page_of), groups.attending)
     if scales is None:
         scales = calibrated_scales(
             runner,
@@ -196,7 +204,8 @@ def _find_scales(
             device=device,
             of_all_heads=shard.largest if shard else None,
         )
-    _log.info("kv_scales", kv_cache_dtype=name, source=scales.source, k=_range(scales.keys), v=_range(scales.values))
+    k, v = (_range([column[layer] for layer in groups.attending]) for column in (scales.keys, scales.values))
+    _log.info("kv_scales", kv_cache_dtype=name, source=scales.source, k=k, v=v)
     return scales
 
 
@@ -217,13 +226,6 @@ def _with_states(layout: KvLayout, state: StateLayout, interval: int) -> KvLayou
 
 def _require_state_support(config: TorchBackendConfig, shard: ModelShard | None) -> None:
     """Refuse what layers that keep a state do not do."""
-    if config.fp8 is not None:
-        raise BackendError(
-            "KV_CACHE_DTYPE_NOT_SUPPORTED",
-            "expected a model without layers that keep a state for --kv-cache-dtype"
-            f" {config.kv_cache_dtype}, got one with them. Use --kv-cache-dtype auto.",
-            kv_cache_dtype=config.kv_cache_dtype,
-        )
     refused = {"--max-loras": config.max_loras, "--tensor-parallel-size": int(shard is not None)}
     for flag in (flag for flag, value in refused.items() if value):
         raise BackendError(

@@ -212,9 +212,10 @@ class MemoryBudget:
         as_auto: dict[str, int] = {}
         if self._config.fp8 is not None:
             # The same formula for K/V in the type that the model computes in: how much fp8 is worth.
-            size = replace(model.layout, dtype=model.runner.dtype).bytes_per_block
+            auto = model.as_computed
+            size = auto.bytes_per_block
             fit = compute_num_blocks(profile.total_bytes, profile.utilization, profile.peak_bytes, size, host_bytes)
-            as_auto = {"auto_bytes_per_block": size, "auto_num_blocks": fit}
+            as_auto = {"auto_bytes_per_block": size, "auto_num_blocks": fit, "auto_block_size": auto.block_size}
         _log.info(
             "memory_profile",
             device=str(self._device),

@@ -32,6 +32,7 @@ class PagedModel:
     """A model that runs steps over a paged cache, and what its cache has to be.
 
     Attributes:
+        as_computed: the layout with K/V in the type that is computed in: `layout`, but where it is in eight bits.
         kv_cache_dtype: the type K/V is stored in, by name.
         limits: what the kernels gather at once, which the worst step has to reach.
         codecs: of each layer, where K/V is stored in eight bits; else none.
@@ -41,6 +42,7 @@ class PagedModel:
 
     loaded: LoadedModel
     layout: KvLayout
+    as_computed: KvLayout
     groups: LayerGroups
     kv_cache_dtype: str
     kernels: PagedKernels

@@ -341,7 +341,8 @@ def plan_capacity(
         state_interval: Fewest tokens between states that are kept; a multiple of block_size is made of it.
 
     Raises:
-        PlanError: Layers keep a state, and K and V are to be in eight bits.
+        PlanError: Layers keep a state, and the types do not say what that is computed in, or no layer has K and V that
+            could be in eight bits.
     """
     if weights_bytes is None:
         weights_bytes = shape.num_parameters * DTYPE_BYTES[dtype]
@@ -349,12 +350,7 @@ def plan_capacity(
     token_bytes = 2 * shape.num_kv_heads * shape.head_dim * kv_value_bytes
     state_bytes = 0
     if shape.states is not None:
-        if kv_value_bytes == 1:
-            raise PlanError(
-                f"expected a type of 16 or 32 bits for a model whose layers keep a state, got {kv_dtype} of K and V and"
-                f" {dtype} of weights; the executor refuses eight bits there: use --kv-dtype bfloat16"
-            )
-        state_bytes = shape.states.num_bytes(kv_value_bytes)
+        state_bytes = shape.states.num_bytes(_computed_bytes(shape, dtype, kv_dtype))
         block_size = _state_block_size(block_size, state_interval, state_bytes, token_bytes)
     usable_bytes = math.floor(total_bytes * utilization)
     kv_bytes = max(0, usable_bytes - weights_bytes - overhead_bytes)
@@ -387,6 +383,22 @@ def plan_capacity(
         num_groups=len(groups),
         groups=groups,
     )
+
+
+def _computed_bytes(shape: ModelShape, dtype: str, kv_dtype: str) -> int:
+    """Bytes of a number in the type that is computed in: what a state is kept in, whatever K and V are."""
+    of_both = DTYPE_BYTES[dtype], KV_DTYPE_BYTES[dtype if kv_dtype == "auto" else kv_dtype]
+    if max(of_both) == 1:
+        raise PlanError(
+            f"expected a type of 16 or 32 bits, of weights or of K and V, for a model whose layers keep a state, got"
+            f" {dtype} and {kv_dtype}: a state is kept in the type that is computed in; use --kv-dtype bfloat16"
+        )
+    if of_both[1] == 1 and not shape.num_attending:
+        raise PlanError(
+            f"expected a model with layers that attend for K and V in {kv_dtype}, got one whose layers keep states"
+            " only; the executor refuses eight bits there: use --kv-dtype auto"
+        )
+    return of_both[0] if of_both[1] == 1 else of_both[1]
 
 
 def _state_block_size(block_size: int, interval: int, state_bytes: int, token_bytes: int) -> int:

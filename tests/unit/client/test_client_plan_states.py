@@ -110,6 +110,20 @@ def test_plan_blocks_and_users_are_the_executors(saved: Path, block_size: int, i
         require_equal(capacity, info, 100)
 
 
+@pytest.mark.parametrize(("interval", "dtype"), [(1, "float32"), (1, "bfloat16"), (40, "bfloat16")])
+def test_plan_blocks_in_fp8_are_the_executors(saved: Path, interval: int, dtype: str) -> None:
+    changes = {"state_interval": interval, "dtype": dtype}
+    if STATE in load_shape(str(saved)).windows and not load_shape(str(saved)).num_attending:
+        with pytest.raises(PlanError, match="got one whose layers keep states only"):
+            capacity_of(saved, kv_dtype="fp8", **changes)
+        with pytest.raises(base.BackendError, match="got one whose layers keep states only"):
+            executor_info(saved, kv_cache_dtype="fp8", **changes)
+        return
+    require_equal(
+        capacity_of(saved, kv_dtype="fp8", **changes), executor_info(saved, kv_cache_dtype="fp8", **changes), 100
+    )
+
+
 def test_plan_weights_are_those_that_are_saved(saved: Path) -> None:
     assert load_shape(str(saved)).num_parameters == saved_numbers(saved)
     assert capacity_of(saved).weights_bytes == 4 * saved_numbers(saved)
@@ -239,11 +253,22 @@ def test_plan_time_steps_without_a_limit_are_none_however_they_are_written() -> 
     assert {shape_of(BAMBA | {"time_step_limit": limit}) for limit in limits} == {shape_of(BAMBA)}
 
 
-@pytest.mark.parametrize("flags", [["--kv-dtype", "fp8"], ["--dtype", "fp8"]])
-def test_command_eight_bits_with_states_are_refused_as_by_the_executor(tmp_path: Path, flags: list[str]) -> None:
-    done = CliRunner().invoke(app, ["plan", saved_config(tmp_path, BAMBA), "--memory", "1GiB", *flags])
+@pytest.mark.parametrize(
+    ("config", "flags", "message"),
+    [
+        (BAMBA, ["--dtype", "fp8"], "expected a type of 16 or 32 bits, of weights or of K and V, for a model whose"),
+        (MAMBA, ["--kv-dtype", "fp8"], "expected a model with layers that attend for K and V in fp8, got one whose"),
+    ],
+    ids=["weights", "no attention"],
+)
+def test_command_eight_bits_that_say_nothing_of_states_are_refused(
+    tmp_path: Path, config: dict[str, Any], flags: list[str], message: str
+) -> None:
+    done = CliRunner().invoke(
+        app, ["plan", saved_config(tmp_path, config), "--memory", "1GiB", "--context-len", "100", *flags]
+    )
     assert done.exit_code == 1
-    assert "expected a type of 16 or 32 bits for a model whose layers keep a state, got" in done.stderr
+    assert message in done.stderr
     both = CliRunner().invoke(
         app, ["plan", saved_config(tmp_path, BAMBA), "--memory", "1GiB", "--dtype", "fp8", "--kv-dtype", "bfloat16"]
     )

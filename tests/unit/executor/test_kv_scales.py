@@ -102,7 +102,7 @@ def test_checkpoint_scales_that_are_not_one_good_number_a_layer_are_refused(
 ) -> None:
     scales = {name: scale for name, scale in (every_scale() | change).items() if scale is not None}
     with pytest.raises(BackendError, match=rf"{said}\. Use --kv-cache-dtype auto") as caught:
-        checkpoint_scales(with_scales(folder, tmp_path, scales), NUM_LAYERS)
+        checkpoint_scales(with_scales(folder, tmp_path, scales), NUM_LAYERS, range(NUM_LAYERS))
     assert caught.value.reason == "BAD_KV_SCALES"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from executor_service.kernels.fp8 import FP8_TYPES, layer_codecs
 from executor_service.kv_cache import KvLayout, PagedKvCache
 from executor_service.state_layout import StateLayout, StatePart
 
@@ -17,14 +18,15 @@ def test_layout_bytes_are_those_of_its_parts() -> None:
     assert LAYOUT.ends == [40, 208]
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, *FP8_TYPES.values()])
 @pytest.mark.parametrize("blocks", [[3], [4, 1, 2]])
 def test_layout_states_come_back_bit_for_bit_and_touch_no_other_block(
     cache_dtype: torch.dtype, blocks: list[int]
 ) -> None:
     block_size = 3
     head_dim = LAYOUT.head_dim(block_size, cache_dtype.itemsize)
-    cache = PagedKvCache(KvLayout(2, 1, head_dim, block_size, cache_dtype), 6, CPU)
+    layout = KvLayout(2, 1, head_dim, block_size, cache_dtype)
+    cache = PagedKvCache(layout, 6, CPU, layer_codecs(cache_dtype, [1.0] * 2, [1.0] * 2) if layout.is_quantized else ())
     for layer in cache.layers:
         layer.fill_(7)
     ids = torch.tensor(blocks)
