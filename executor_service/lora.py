@@ -9,7 +9,8 @@ matrix products for each adapter of the step,
 
     y[t] += scale * (x[t] A^T) B^T    for the tokens t of the adapter's rows,
 
-and a token of a row without an adapter is not touched.
+and a token of a row without an adapter is not touched. A module that keeps a state computes some rows at a time
+(`state_layers`): while it does, `while_rows` has those in the step's place.
 
 Source: the formula is Hu et al. 2021; serving many adapters on one base at once, Chen et al. 2023 (Punica) and Sheng et
 al. 2023 (S-LoRA).
@@ -17,11 +18,13 @@ al. 2023 (S-LoRA).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional
@@ -32,11 +35,27 @@ from executor_service.fused_layers import ProjectionSlice
 from executor_service.lora_files import AdapterFiles, LoraMatrices, read_adapter_files
 from executor_service.packed_linear import PackedLinear
 
-__all__ = ["LoraAdapters", "find_targets"]
+__all__ = ["LoraAdapters", "LoraTargets", "find_targets"]
 
 _LARGEST_FLOAT_BYTES = 4
 # Names and offsets of tensors, and whatever else a file's head may hold.
 _MAX_HEAD_BYTES = 1024 * 1024
+# Of several, each with tokens of its own; a shared one is called otherwise.
+_EXPERT = re.compile(r"\bexperts\b")
+_NONE = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class LoraTargets:
+    """What of a model adapters may be for.
+
+    Attributes:
+        layers: linear layers by name, each where its product is computed.
+        idle: names of linear layers that are never called: the model's code reads their weights itself.
+    """
+
+    layers: Mapping[str, nn.Module]
+    idle: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -48,10 +67,15 @@ class _AdapterTokens:
 
 
 class _Current:
-    """The step that is being computed; hooks look here. Empty between steps, and where no row has an adapter."""
+    """What is being computed, a step or some of its rows; hooks look here.
+
+    Attributes:
+        shape: of its tokens: (1, T), or (rows, tokens of each).
+        of_adapters: empty between steps, and where no row has an adapter.
+    """
 
     def __init__(self) -> None:
-        self.num_tokens = 0
+        self.shape = (1, 0)
         self.of_adapters: list[_AdapterTokens] = []
 
 
@@ -72,19 +96,19 @@ class _LayerHook:
         """Add to the layer's output, in place where it is whole.
 
         Shape:
-            args[0]: (1, T, in_features); output: (1, T, out_features).
+            args[0]: (B, T, in_features) as `_Current.shape`, or (B * T, in_features); output: the same of out_features.
         """
         del module
         current = self._current
         if not current.of_adapters:
             return None
-        states = args[0]
-        if states.shape[:-1] != (1, current.num_tokens):
+        states, (rows, tokens) = args[0], current.shape
+        if states.shape[:-1] not in ((rows, tokens), (rows * tokens,)):
             # It had all of a step's tokens when the model was probed.
             raise RuntimeError(
-                f"expected the step's {current.num_tokens} tokens in {self._name}, got shape {tuple(states.shape)}"
+                f"expected tokens of shape {current.shape} in {self._name}, got those of {tuple(states.shape)}"
             )
-        inputs, outputs = states[0], output[0]
+        inputs, outputs = states.reshape(rows * tokens, -1), output.view(rows * tokens, -1)
         for one in current.of_adapters:
             matrices = self.matrices.get(one.adapter_id)
             if matrices is None:
@@ -102,7 +126,7 @@ class LoraAdapters:
     """The adapters of one model.
 
     Args:
-        targets: the layers that an adapter may be for, by name; see `find_targets`.
+        targets: the layers that an adapter may be for; see `find_targets`.
         max_adapters: most adapters at once.
         max_rank: most columns of A.
         dtype: what matrices are converted to.
@@ -114,19 +138,22 @@ class LoraAdapters:
 
     def __init__(
         self,
-        targets: dict[str, nn.Module],
+        targets: LoraTargets,
         *,
         max_adapters: int,
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._targets = targets
+        self._targets = targets.layers
+        self._idle = targets.idle
         self._max_adapters = max_adapters
         self._max_rank = max_rank
         self._dtype = dtype
         self._device = device
         self._current = _Current()
+        self._adapter_ids = _NONE
+        self._of_rows: dict[tuple[bytes, int], list[_AdapterTokens]] = {}
         self._hooks: dict[str, tuple[_LayerHook, torch.utils.hooks.RemovableHandle]] = {}
 
     @property
@@ -146,10 +173,9 @@ class LoraAdapters:
             AdapterError: it cannot be read, or is not for this model or these limits.
         """
         files = read_adapter_files(source, self.max_file_bytes)
-        self._require_fit(files)
+        fitting = self._require_fit(files)
         matrices = {
-            name: LoraMatrices(self._laid_out(one.a), self._laid_out(one.b), one.scale)
-            for name, one in files.matrices.items()
+            name: LoraMatrices(self._laid_out(one.a), self._laid_out(one.b), one.scale) for name, one in fitting.items()
         }
         return AdapterContent(
             revision=files.revision,
@@ -180,12 +206,35 @@ class LoraAdapters:
     def step(self, batch: StepBatch) -> Iterator[None]:
         """While this is open, the model computes this step's tokens."""
         if batch.adapter_ids is not None:
+            self._adapter_ids = batch.adapter_ids
             self._current.of_adapters = _by_adapter(batch.adapter_ids, batch.query_indptr, self._device)
-            self._current.num_tokens = len(batch.token_ids)
+            self._current.shape = 1, len(batch.token_ids)
         try:
             yield
         finally:
             self._current.of_adapters = []
+            self._of_rows.clear()
+
+    @contextmanager
+    def while_rows(self, rows: npt.NDArray[np.int64], length: int) -> Iterator[None]:
+        """While this is open within a step, a module computes so many tokens of each of these rows, as a batch.
+
+        Shape:
+            rows: (B,), places in the step.
+        """
+        current = self._current
+        whole = current.of_adapters, current.shape
+        if whole[0]:
+            # Layer after layer asks the same.
+            key = rows.tobytes(), length
+            if key not in self._of_rows:
+                ends = np.arange(len(rows) + 1, dtype=np.int32) * np.int32(length)
+                self._of_rows[key] = _by_adapter(self._adapter_ids[rows], ends, self._device)
+            current.of_adapters, current.shape = self._of_rows[key], (len(rows), length)
+        try:
+            yield
+        finally:
+            current.of_adapters, current.shape = whole
 
     @contextmanager
     def largest(self) -> Iterator[list[int]]:
@@ -220,18 +269,28 @@ class LoraAdapters:
                 found.setdefault(adapter_id, {})[name] = matrices
         return found
 
-    def _require_fit(self, files: AdapterFiles) -> None:
-        """Refuse an adapter of other layers, other shapes or a larger rank."""
-        unknown = sorted(files.matrices.keys() - self._targets.keys())
-        if unknown:
+    def _require_fit(self, files: AdapterFiles) -> dict[str, LoraMatrices]:
+        """Refuse an adapter of other layers, other shapes or a larger rank. Returns the matrices that add something.
+
+        A layer whose weights the model reads itself had no part in training either: there peft leaves B the zeros that
+        it starts with, and what adds nothing to nothing is let go.
+        """
+        fitting = {
+            name: one
+            for name, one in files.matrices.items()
+            if name in self._targets or name not in self._idle or one.b.any()
+        }
+        unknown = sorted(fitting.keys() - self._targets.keys())
+        if unknown or not fitting:
             raise AdapterError(
                 "ADAPTER_TARGETS_UNKNOWN",
                 f"expected linear layers of the served model as {len(self._targets)} of its modules are, got"
-                f" {len(unknown)} others, such as {unknown[0]}; is the adapter another model's? Output and input"
-                " embeddings, and layers that see some of the tokens only, take no adapter",
+                f" {len(unknown)} others, such as {(unknown or sorted(files.matrices))[0]}; is the adapter another"
+                " model's? Output and input embeddings, layers that see some of the tokens only, and layers whose"
+                " weights the model reads itself take no adapter",
                 modules=", ".join(unknown[:8]),
             )
-        for name, one in files.matrices.items():
+        for name, one in fitting.items():
             expected, got = _features(self._targets[name]), (one.a.shape[1], one.b.shape[0])
             if expected != got:
                 raise AdapterError(
@@ -240,7 +299,7 @@ class LoraAdapters:
                     f" {got[1]}; is the adapter another model's?",
                     module=name,
                 )
-        rank = max(one.rank for one in files.matrices.values())
+        rank = max(one.rank for one in fitting.values())
         if rank > self._max_rank:
             raise AdapterError(
                 "ADAPTER_RANK_TOO_LARGE",
@@ -249,6 +308,7 @@ class LoraAdapters:
                 rank=rank,
                 max_lora_rank=self._max_rank,
             )
+        return fitting
 
     def _laid_out(self, matrix: torch.Tensor) -> torch.Tensor:
         """A copy of its own: one view of what was read keeps all of it."""
@@ -261,10 +321,11 @@ class LoraAdapters:
         return sum(sum(_features(layer)) for layer in self._targets.values()) * self._max_rank
 
 
-def find_targets(model: nn.Module, run: Callable[[], object]) -> dict[str, nn.Module]:
-    """The linear layers that an adapter may be for, by name: those that get all tokens of a step once, as they lie.
+def find_targets(model: nn.Module, run: Callable[[], object]) -> LoraTargets:
+    """The linear layers that an adapter may be for: those that get all tokens of a step once, as they lie.
 
-    The output layer gets those only that sample, and an expert those only that are routed to it.
+    The output layer gets those only that sample, and an expert those only that are routed to it: two may be all, so
+    that an expert is known by its name.
 
     Args:
         model: whose.
@@ -273,16 +334,22 @@ def find_targets(model: nn.Module, run: Callable[[], object]) -> dict[str, nn.Mo
     layers = {name: module for name, module in model.named_modules() if _is_linear(module)}
     seen: dict[str, list[torch.Size]] = {name: [] for name in layers}
 
-    def note(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-        return lambda module, args: seen[name].append(args[0].shape[:-1])
+    def note(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...], object], None]:
+        return lambda module, args, output: seen[name].append(
+            args[0].shape[:-1] if isinstance(output, torch.Tensor) else torch.Size()
+        )
 
-    handles = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items()]
+    handles = [layer.register_forward_hook(note(name)) for name, layer in layers.items()]
     try:
         run()
     finally:
         for handle in handles:
             handle.remove()
-    return {name: layer for name, layer in layers.items() if seen[name] == [torch.Size((1, 2))]}
+    all_tokens = ([torch.Size((1, 2))], [torch.Size((2,))])
+    return LoraTargets(
+        {name: one for name, one in layers.items() if seen[name] in all_tokens and not _EXPERT.search(name)},
+        frozenset(name for name, calls in seen.items() if not calls),
+    )
 
 
 def _is_linear(module: nn.Module) -> bool:

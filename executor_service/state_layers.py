@@ -6,7 +6,8 @@ calls the model. Reads and writes pages of `kv_cache`, by the plan that `state_p
 How: the model sees all rows of a step end to end as one sequence. What is done token by token (norms, projections,
 experts) may; what mixes a token with those before it must not. Such a layer's module has its `forward` replaced: the
 original one is called for each of a plan's runs, with rows as its batch and, for transformers' cache, the rows' states,
-read from their blocks and, after it, written to them.
+read from their blocks and, after it, written to them. Who wants to know whose tokens a module then has (adapters on the
+linear layers in it) is told: `tell`.
 
 Exact: a segment of several tokens goes the way that transformers goes with a prompt, one of one token that of its
 decode step; both are the same function of state and tokens but for rounding. Not so in Mamba's first form, whose code
@@ -18,10 +19,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn.functional import pad
@@ -39,6 +42,9 @@ _NAMES = ("mixer", "mamba", "linear_attn")
 """What the modules that keep a state are called in their layers."""
 _STATELESS_PROMPTS = ("jamba", "mamba")
 """Types of models whose code takes no state with several tokens."""
+
+WhileRows = Callable[[npt.NDArray[np.int64], int], AbstractContextManager[None]]
+"""Opened while a module computes so many tokens of each of these rows, by their places in the step."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,7 @@ class StateLayers:
         self._one_by_one = one_by_one
         self._step: StateStep | dict[int, StateLayout] | None = None
         self._layout: StateLayout | None = None
+        self._while_rows: WhileRows = lambda rows, length: nullcontext()
         for layer, module in modules.items():
             module.forward = functools.partial(self._forward, layer, module.forward)  # type: ignore[method-assign]
         self.layers = sorted(modules)
@@ -141,6 +148,10 @@ class StateLayers:
         """What a layer keeps; known once the model was probed."""
         assert self._layout is not None, "the probe comes first"
         return self._layout
+
+    def tell(self, while_rows: WhileRows) -> None:
+        """From now on, have this open while a module computes rows apart from the others."""
+        self._while_rows = while_rows
 
     @contextmanager
     def probing(self) -> Iterator[None]:
@@ -199,10 +210,9 @@ class StateLayers:
         for run in step.runs[step.groups.group_of[layer]]:
             rows = hidden_states[0].index_select(0, run.tokens).view(len(run.targets), run.length, -1)
             states = self._read(step.cache, page, run)
-            if self._one_by_one and run.starts is None:
-                mixed = torch.cat([original(token, cache=states) for token in rows.split(1, dim=1)], dim=1)
-            else:
-                mixed = original(rows, cache=states)
+            length = 1 if self._one_by_one and run.starts is None else run.length
+            with self._while_rows(run.rows, length):
+                mixed = torch.cat([original(part, cache=states) for part in rows.split(length, dim=1)], dim=1)
             out[0].index_copy_(0, run.tokens, mixed.reshape(len(run.tokens), -1).to(out.dtype))
             self._write(step.cache, page, run, states)
         return out

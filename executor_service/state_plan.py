@@ -36,7 +36,7 @@ class StateRun(NamedTuple):
     Shape:
         tokens: (B * length,) int64, places in the step, segment by segment; sources, targets: (B,) int64, block ids;
         starts: (B,) bool, where a sequence starts: the source means nothing, the state is of no tokens. None for
-        nowhere.
+        nowhere; rows: (B,) int64, whose segments they are.
     """
 
     length: int
@@ -44,6 +44,7 @@ class StateRun(NamedTuple):
     sources: torch.Tensor
     targets: torch.Tensor
     starts: torch.Tensor | None
+    rows: _Int64
 
 
 def plan_states(
@@ -92,6 +93,7 @@ def plan_states(
                 sources=_to_device(sources[chosen], device),
                 targets=_to_device(targets[chosen], device),
                 starts=torch.from_numpy(at_start).to(device) if at_start.any() else None,
+                rows=rows[chosen],
             )
         )
     return runs

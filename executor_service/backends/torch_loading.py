@@ -40,7 +40,7 @@ from executor_service.model_loader import LoadedModel, load_model
 from executor_service.model_runner import ModelRunner, ProbeStep, probe, run_probe
 from executor_service.native.ops import NativeOps
 from executor_service.packed_linear import pack_linear_layers
-from executor_service.state_layers import install_state_layers
+from executor_service.state_layers import StateLayers, install_state_layers
 from executor_service.state_layout import StateLayout
 from executor_service.tensor_parallel.sharding import ModelShard
 
@@ -91,8 +91,6 @@ def prepare_model(
     if native is not None and not native.takes(loaded.dtype):
         native = None
     states, temperature = install_state_layers(loaded.model), take_temperature(loaded.model)
-    if states is not None:
-        _require_state_support(config, shard)
     windows, kv_heads, head_dim = probe(loaded.model, loaded.vocab_size, states)
     if config.fp8 is not None and not kv_heads:
         raise BackendError(
@@ -127,7 +125,7 @@ def prepare_model(
     # Last of what changes weights: a stack knows them by their addresses.
     if fused and native is not None and isinstance(kernels, NativeKernels):
         stacked = stack_layers(loaded.model, run, groups, native)
-    adapters = _make_adapters(config, loaded, device) if config.max_loras else None
+    adapters = _make_adapters(config, loaded, states, device) if config.max_loras else None
     codecs: Sequence[LayerCodecs] = ()
     if config.fp8 is not None:
         scales = _find_scales(config.fp8, loaded, layout, runner, groups=groups, device=device, shard=shard)
@@ -171,15 +169,20 @@ def _probing(loaded: LoadedModel) -> Callable[[ProbeStep], object]:
     return run
 
 
-def _make_adapters(config: TorchBackendConfig, loaded: LoadedModel, device: torch.device) -> LoraAdapters:
+def _make_adapters(
+    config: TorchBackendConfig, loaded: LoadedModel, states: StateLayers | None, device: torch.device
+) -> LoraAdapters:
     """Find the layers that adapters may be for."""
-    return LoraAdapters(
-        find_targets(loaded.model, lambda: probe(loaded.model, loaded.vocab_size)),
+    adapters = LoraAdapters(
+        find_targets(loaded.model, lambda: probe(loaded.model, loaded.vocab_size, states)),
         max_adapters=config.max_loras,
         max_rank=config.max_lora_rank,
         dtype=loaded.dtype,
         device=device,
     )
+    if states is not None:
+        states.tell(adapters.while_rows)
+    return adapters
 
 
 def _find_scales(
@@ -222,17 +225,6 @@ def _with_states(layout: KvLayout, state: StateLayout, interval: int) -> KvLayou
         return replace(layout, block_size=block_size)
     head_dim = state.head_dim(block_size, layout.dtype.itemsize)
     return replace(layout, num_kv_heads=1, head_dim=head_dim, block_size=block_size)
-
-
-def _require_state_support(config: TorchBackendConfig, shard: ModelShard | None) -> None:
-    """Refuse what layers that keep a state do not do."""
-    refused = {"--max-loras": config.max_loras, "--tensor-parallel-size": int(shard is not None)}
-    for flag in (flag for flag, value in refused.items() if value):
-        raise BackendError(
-            "MODEL_NOT_SUPPORTED",
-            f"expected a model without layers that keep a state for {flag}, got one with them; leave the flag out",
-            flag=flag,
-        )
 
 
 def _range(scales: Sequence[float]) -> str:

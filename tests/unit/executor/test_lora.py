@@ -13,9 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
+from torch import nn
 
 from executor_service.backends.base import AdapterError
 from executor_service.backends.torch_backend import TorchBackend, TorchBackendConfig
+from executor_service.lora import find_targets
 from executor_service.lora_files import CONFIG_FILE, WEIGHTS_FILE, read_adapter_files
 from tests.unit.executor.lora_builder import ATTENTION, peft_tokens, save_adapter
 from tests.unit.executor.step_builder import Row, build_step, prompt_of, save_tiny_model
@@ -240,6 +242,28 @@ def test_read_adapter_nowhere_is_refused(loaded: TorchBackend) -> None:
     with pytest.raises(AdapterError, match="/no/such/place") as caught:
         loaded.read_adapter("/no/such/place")
     assert caught.value.reason == "ADAPTER_NOT_FOUND"
+
+
+class Mixture(nn.Module):
+    """A layer with an expert that is routed to and one that all share, with tokens that have lost their batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole, self.unused, self.router = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.experts, self.shared = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 9)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        flat = self.whole(states).reshape(-1, 4)
+        both = self.experts[0](flat) + self.experts[1](flat[:1])
+        return self.head((both + self.shared(flat) + self.router(flat).sum())[None, -1:] @ self.unused.weight)
+
+
+def test_find_targets_are_linear_layers_that_get_all_tokens_however_they_lie() -> None:
+    model = Mixture()
+    found = find_targets(model, lambda: model(torch.ones(1, 2, 4)))
+    assert found.layers == {"whole": model.whole, "router": model.router, "shared": model.shared}
+    assert found.idle == {"unused"}
 
 
 def test_profile_memory_keeps_room_for_adapters(folder: Path) -> None:
