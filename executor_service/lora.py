@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ from executor_service.devices import upload
 from executor_service.fused_layers import ProjectionSlice
 from executor_service.lora_files import AdapterFiles, LoraMatrices, read_adapter_files
 from executor_service.packed_linear import PackedLinear
+from executor_service.tensor_parallel.adapter_parts import AdapterPart, LayerCut, part_of
 
 __all__ = ["LoraAdapters", "LoraTargets", "find_targets"]
 
@@ -52,10 +53,20 @@ class LoraTargets:
     Attributes:
         layers: linear layers by name, each where its product is computed.
         idle: names of linear layers that are never called: the model's code reads their weights itself.
+        cuts: how ranks share the layers that they share, by name.
     """
 
     layers: Mapping[str, nn.Module]
     idle: frozenset[str]
+    cuts: Mapping[str, LayerCut] = field(default_factory=dict)
+
+    def features(self, name: str) -> tuple[int, int]:
+        """Inputs and outputs of a layer, of all ranks together."""
+        inputs, outputs = _features(self.layers[name])
+        cut = self.cuts.get(name)
+        if cut is None:
+            return inputs, outputs
+        return (inputs, cut.number) if cut.by_outputs else (cut.number, outputs)
 
 
 @dataclass(frozen=True)
@@ -131,6 +142,7 @@ class LoraAdapters:
         max_rank: most columns of A.
         dtype: what matrices are converted to.
         device: where they go.
+        rank, size: which of how many ranks this is; each has its part of an adapter.
 
     Invariants:
         A layer has a hook if and only if a loaded adapter is for it.
@@ -144,9 +156,12 @@ class LoraAdapters:
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
+        rank: int = 0,
+        size: int = 1,
     ) -> None:
+        self._all = targets
         self._targets = targets.layers
-        self._idle = targets.idle
+        self._rank, self._size = rank, size
         self._max_adapters = max_adapters
         self._max_rank = max_rank
         self._dtype = dtype
@@ -158,13 +173,22 @@ class LoraAdapters:
 
     @property
     def bytes_per_adapter(self) -> int:
-        """What the largest adapter takes: all layers, at the largest rank."""
-        return self._largest_elements() * self._dtype.itemsize
+        """What the largest adapter takes here: all layers, at the largest rank."""
+        return sum(sum(_features(layer)) for layer in self._targets.values()) * self._max_rank * self._dtype.itemsize
 
     @property
     def max_file_bytes(self) -> int:
         """What the file of the largest adapter takes, in the widest type."""
-        return self._largest_elements() * _LARGEST_FLOAT_BYTES + _MAX_HEAD_BYTES
+        elements = sum(sum(self._all.features(name)) for name in self._targets) * self._max_rank
+        return elements * _LARGEST_FLOAT_BYTES + _MAX_HEAD_BYTES
+
+    @property
+    def reading_bytes(self) -> int:
+        """Host memory that is taken while an adapter is read: as bytes, as tensors, laid out, and packed for others.
+
+        A rank other than the first reads no file, but its part, which is no more.
+        """
+        return (3 if self._rank else 2 + self._size) * self.max_file_bytes
 
     def read(self, source: str) -> AdapterContent:
         """Read an adapter and lay it out for this model. May be called from any thread.
@@ -172,22 +196,32 @@ class LoraAdapters:
         Raises:
             AdapterError: it cannot be read, or is not for this model or these limits.
         """
+        content, _ = self.read_parts(source)
+        return content
+
+    def read_parts(self, source: str) -> tuple[AdapterContent, list[AdapterPart]]:
+        """Read an adapter as `read` does: this rank's part of it, and those of the ranks from 1 on."""
         files = read_adapter_files(source, self.max_file_bytes)
         fitting = self._require_fit(files)
-        matrices = {
-            name: LoraMatrices(self._laid_out(one.a), self._laid_out(one.b), one.scale) for name, one in fitting.items()
-        }
-        return AdapterContent(
+        elements = sum(one.a.numel() + one.b.numel() for one in fitting.values())
+        content = AdapterContent(
             revision=files.revision,
-            rank=max(one.rank for one in matrices.values()),
-            size_bytes=sum(one.size_bytes for one in matrices.values()),
-            weights=matrices,
+            rank=max(one.rank for one in fitting.values()),
+            size_bytes=elements * self._dtype.itemsize,
+            weights=self.laid_out(self._part(fitting, self._rank)),
         )
+        return content, [AdapterPart.of(self._part(fitting, rank), self._dtype) for rank in range(1, self._size)]
 
-    def add(self, adapter_id: int, content: AdapterContent) -> None:
-        """Have an adapter's rows computed with what `read` returned."""
-        matrices = content.weights
-        assert isinstance(matrices, dict), "what read() returned"
+    def laid_out(self, matrices: Mapping[str, LoraMatrices]) -> dict[str, LoraMatrices]:
+        """Copies of these where and as they are computed with: one view of what was read keeps all of it."""
+
+        def own(matrix: torch.Tensor) -> torch.Tensor:
+            return matrix.to(self._device, self._dtype, copy=True).contiguous()
+
+        return {name: LoraMatrices(own(one.a), own(one.b), one.scale) for name, one in matrices.items()}
+
+    def add(self, adapter_id: int, matrices: Mapping[str, LoraMatrices]) -> None:
+        """Have an adapter's rows computed with what was laid out."""
         for name, one in matrices.items():
             if name not in self._hooks:
                 hook = _LayerHook(name, self._current)
@@ -253,13 +287,17 @@ class LoraAdapters:
                     name: LoraMatrices(self._filled(self._max_rank, inputs), self._filled(outputs, self._max_rank), 1.0)
                     for name, (inputs, outputs) in ((name, _features(layer)) for name, layer in self._targets.items())
                 }
-                self.add(adapter_id, AdapterContent("", self._max_rank, self.bytes_per_adapter, matrices))
+                self.add(adapter_id, matrices)
             yield ids
         finally:
             for adapter_id in ids:
                 self.remove(adapter_id)
             for adapter_id, matrices in aside.items():
-                self.add(adapter_id, AdapterContent("", self._max_rank, self.bytes_per_adapter, matrices))
+                self.add(adapter_id, matrices)
+
+    def _part(self, matrices: Mapping[str, LoraMatrices], rank: int) -> dict[str, LoraMatrices]:
+        """What a rank has of them, as views."""
+        return {name: part_of(one, self._all.cuts.get(name), rank, self._size) for name, one in matrices.items()}
 
     def _loaded(self) -> dict[int, dict[str, LoraMatrices]]:
         """The matrices of each loaded adapter, by layer."""
@@ -278,7 +316,7 @@ class LoraAdapters:
         fitting = {
             name: one
             for name, one in files.matrices.items()
-            if name in self._targets or name not in self._idle or one.b.any()
+            if name in self._targets or name not in self._all.idle or one.b.any()
         }
         unknown = sorted(fitting.keys() - self._targets.keys())
         if unknown or not fitting:
@@ -290,8 +328,8 @@ class LoraAdapters:
                 " weights the model reads itself take no adapter",
                 modules=", ".join(unknown[:8]),
             )
-        for name, one in fitting.items():
-            expected, got = _features(self._targets[name]), (one.a.shape[1], one.b.shape[0])
+        for name, one in sorted(fitting.items()):
+            expected, got = self._all.features(name), (one.a.shape[1], one.b.shape[0])
             if expected != got:
                 raise AdapterError(
                     "ADAPTER_SHAPE_MISMATCH",
@@ -310,18 +348,13 @@ class LoraAdapters:
             )
         return fitting
 
-    def _laid_out(self, matrix: torch.Tensor) -> torch.Tensor:
-        """A copy of its own: one view of what was read keeps all of it."""
-        return matrix.to(self._device, self._dtype, copy=True).contiguous()
-
     def _filled(self, rows: int, columns: int) -> torch.Tensor:
         return torch.full((rows, columns), 1.0, dtype=self._dtype, device=self._device)
 
-    def _largest_elements(self) -> int:
-        return sum(sum(_features(layer)) for layer in self._targets.values()) * self._max_rank
 
-
-def find_targets(model: nn.Module, run: Callable[[], object]) -> LoraTargets:
+def find_targets(
+    model: nn.Module, run: Callable[[], object], cuts: Mapping[str, LayerCut] | None = None
+) -> LoraTargets:
     """The linear layers that an adapter may be for: those that get all tokens of a step once, as they lie.
 
     The output layer gets those only that sample, and an expert those only that are routed to it: two may be all, so
@@ -330,8 +363,10 @@ def find_targets(model: nn.Module, run: Callable[[], object]) -> LoraTargets:
     Args:
         model: whose.
         run: runs it once, on two tokens of which one is sampled.
+        cuts: how it is shared out among ranks; None where one has it all.
     """
-    layers = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    cuts = cuts or {}
+    layers = {_whole_name(name, cuts): module for name, module in model.named_modules() if _is_linear(module)}
     seen: dict[str, list[torch.Size]] = {name: [] for name in layers}
 
     def note(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...], object], None]:
@@ -349,7 +384,14 @@ def find_targets(model: nn.Module, run: Callable[[], object]) -> LoraTargets:
     return LoraTargets(
         {name: one for name, one in layers.items() if seen[name] in all_tokens and not _EXPERT.search(name)},
         frozenset(name for name, calls in seen.items() if not calls),
+        cuts,
     )
+
+
+def _whole_name(name: str, cuts: Mapping[str, LayerCut]) -> str:
+    """What the model calls a layer: what is cut by inputs lies in what adds up (`sharding.PartialLinear`)."""
+    parent, _, place = name.rpartition(".")
+    return parent if place == "linear" and parent in cuts else name
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -54,23 +54,11 @@ def create_backend(config: ExecutorConfig) -> Backend:
         message = f"backend {config.backend!r} cannot be imported: {error}; install what it needs"
         raise BackendError("BACKEND_NOT_INSTALLED", message, module=module) from error
     if config.tensor_parallel_size > 1:
-        _require_no_adapters(config)
         return _tensor_parallel(backend_class, config)
     backend = backend_class(_backend_config(backend_class, config))
     if not isinstance(backend, Backend):
         raise BackendError("NOT_A_BACKEND", f"{module}:{name}: expected a subclass of Backend, got {type(backend)}")
     return backend
-
-
-def _require_no_adapters(config: ExecutorConfig) -> None:
-    """Refuse adapters where several processes share a model: each would need its part of their matrices."""
-    if config.max_loras:
-        raise BackendError(
-            "BAD_MAX_LORAS",
-            f"expected --max-loras 0 with --tensor-parallel-size {config.tensor_parallel_size}, got {config.max_loras};"
-            " adapters are not shared out among processes. Leave one of the two out",
-            max_loras=config.max_loras,
-        )
 
 
 def _tensor_parallel(backend_class: type, config: ExecutorConfig) -> Backend:

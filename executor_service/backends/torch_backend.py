@@ -44,6 +44,7 @@ from executor_service.kv_scales import require_fp8
 from executor_service.memory_profiler import PeakMeter, release_free_memory, tune_malloc
 from executor_service.model_loader import LoadedModel
 from executor_service.native.ops import NativeOps, load_native_ops
+from executor_service.tensor_parallel.adapter_parts import AdapterPart
 from executor_service.tensor_parallel.sharding import ModelShard
 
 __all__ = ["TorchBackend", "TorchBackendConfig"]
@@ -144,7 +145,7 @@ class TorchBackend(Backend):
         model = self._ready()
         memory = self._ready_memory()
         try:
-            return model.runner.follow(batch, memory.cache)
+            return model.follow(batch, memory.cache)
         except _FAILURES as error:
             raise BackendError("STEP_FAILED", f"step {batch.step_id} failed in torch: {error}") from error
 
@@ -161,9 +162,24 @@ class TorchBackend(Backend):
         """Read an adapter in peft's format; see the base class."""
         return self._ready().require_adapters().read(source)
 
+    def read_adapter_parts(self, source: str) -> tuple[AdapterContent, list[AdapterPart]]:
+        """Read an adapter for all ranks: what `load_adapter` takes here, and `load_adapter_part` in each of the others.
+
+        Raises:
+            AdapterError: as `read_adapter`.
+        """
+        return self._ready().require_adapters().read_parts(source)
+
     def load_adapter(self, adapter_id: int, content: AdapterContent) -> None:
         """Hook its layers; see the base class."""
-        self._ready().require_adapters().add(adapter_id, content)
+        matrices = content.weights
+        assert isinstance(matrices, dict), "what read_adapter() returned"
+        self._ready().require_adapters().add(adapter_id, matrices)
+
+    def load_adapter_part(self, adapter_id: int, part: AdapterPart) -> None:
+        """Hook the layers of an adapter that rank 0 has read; this rank's part of it."""
+        adapters = self._ready().require_adapters()
+        adapters.add(adapter_id, adapters.laid_out(part.matrices()))
 
     def unload_adapter(self, adapter_id: int) -> None:
         """Let go of its matrices; see the base class."""

@@ -125,7 +125,7 @@ def prepare_model(
     # Last of what changes weights: a stack knows them by their addresses.
     if fused and native is not None and isinstance(kernels, NativeKernels):
         stacked = stack_layers(loaded.model, run, groups, native)
-    adapters = _make_adapters(config, loaded, states, device) if config.max_loras else None
+    adapters = _make_adapters(config, loaded, states, device, shard) if config.max_loras else None
     codecs: Sequence[LayerCodecs] = ()
     if config.fp8 is not None:
         scales = _find_scales(config.fp8, loaded, layout, runner, groups=groups, device=device, shard=shard)
@@ -170,15 +170,23 @@ def _probing(loaded: LoadedModel) -> Callable[[ProbeStep], object]:
 
 
 def _make_adapters(
-    config: TorchBackendConfig, loaded: LoadedModel, states: StateLayers | None, device: torch.device
+    config: TorchBackendConfig,
+    loaded: LoadedModel,
+    states: StateLayers | None,
+    device: torch.device,
+    shard: ModelShard | None,
 ) -> LoraAdapters:
     """Find the layers that adapters may be for."""
     adapters = LoraAdapters(
-        find_targets(loaded.model, lambda: probe(loaded.model, loaded.vocab_size, states)),
+        find_targets(
+            loaded.model, lambda: probe(loaded.model, loaded.vocab_size, states), shard.cuts if shard else None
+        ),
         max_adapters=config.max_loras,
         max_rank=config.max_lora_rank,
         dtype=loaded.dtype,
         device=device,
+        rank=shard.rank if shard else 0,
+        size=shard.size if shard else 1,
     )
     if states is not None:
         states.tell(adapters.while_rows)

@@ -194,8 +194,7 @@ class MemoryBudget:
         them depends on a layer's shape.
         """
         on_cpu = self._device.type == "cpu"
-        read = 3 * adapters.max_file_bytes if on_cpu else 0  # as bytes, as tensors, and laid out
-        being_read = torch.ones(read, dtype=torch.uint8)
+        being_read = torch.ones(adapters.reading_bytes if on_cpu else 0, dtype=torch.uint8)
         with adapters.largest() as ids:
             for most in {1, min(2, len(ids))}:
                 adapter_ids = np.arange(batch.num_rows, dtype=np.int32) % np.int32(most) + np.int32(1)

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 import torch
 
-from executor_service.backends.base import STATE, AdapterError, KvGroupSpec, ModelInfo, StepBatch, StepResult
+from executor_service.backends.base import (
+    STATE,
+    AdapterError,
+    KvGroupSpec,
+    ModelInfo,
+    RowFailure,
+    StepBatch,
+    StepResult,
+)
 from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.kernels.fp8 import LayerCodecs
 from executor_service.kernels.paged_kernels import PagedKernels
@@ -58,6 +66,11 @@ class PagedModel:
         """Run a step, its rows' adapters at work. Raises BackendError, and RuntimeError where torch fails."""
         with self._adapters_of(batch):
             return self.runner.run(batch, cache)
+
+    def follow(self, batch: StepBatch, cache: PagedKvCache) -> list[RowFailure]:
+        """Run a step without sampling, see `ModelRunner.follow`; else as `run`."""
+        with self._adapters_of(batch):
+            return self.runner.follow(batch, cache)
 
     def forward(self, batch: StepBatch, cache: PagedKvCache) -> torch.Tensor:
         """Logits of the sampling rows, (S, V), instead of their tokens; else as `run`."""

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from executor_service.backends.base import (
+    AdapterContent,
     Backend,
     BackendError,
     BlockCopies,
@@ -40,6 +41,7 @@ from executor_service.backends.torch_backend import TorchBackend
 from executor_service.config import ExecutorConfig
 from executor_service.devices import resolve_device
 from executor_service.memory_profiler import total_memory
+from executor_service.tensor_parallel.adapter_parts import AdapterPart
 from executor_service.tensor_parallel.calls import Failure, RankConfig, without_sampling
 from executor_service.tensor_parallel.group import RankGroup
 from executor_service.tensor_parallel.sharding import ModelShard
@@ -48,6 +50,14 @@ from executor_service.tensor_parallel.workers import Workers
 __all__ = ["TensorParallelBackend", "profile_of_all", "rank_configs"]
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class _OfRanks:
+    """An adapter's weights, as rank 0 takes them and as the others do."""
+
+    own: AdapterContent
+    others: Sequence[AdapterPart]
 
 
 class TensorParallelBackend(Backend):
@@ -133,6 +143,30 @@ class TensorParallelBackend(Backend):
         for failure in (*result.failures, *(failure for rank in others for failure in rank)):
             failures.setdefault(failure.row, failure)
         return replace(result, failures=list(failures.values()))
+
+    def read_adapter(self, source: str) -> AdapterContent:
+        """Read an adapter, and cut it for all ranks; see the base class."""
+        content, others = self._own.read_adapter_parts(source)
+        return replace(content, weights=_OfRanks(content, others))
+
+    def load_adapter(self, adapter_id: int, content: AdapterContent) -> None:
+        """Give each rank its part of an adapter; if one cannot take it none has any. See the base class."""
+        of_ranks = content.weights
+        assert isinstance(of_ranks, _OfRanks), "what read_adapter() returned"
+        workers = self._running()
+        workers.call_each("load_adapter", [(adapter_id, part) for part in of_ranks.others])
+        try:
+            try:
+                self._own.load_adapter(adapter_id, of_ranks.own)
+            finally:
+                workers.answers()
+        except (BackendError, RuntimeError):
+            self.unload_adapter(adapter_id)
+            raise
+
+    def unload_adapter(self, adapter_id: int) -> None:
+        """Let go of an adapter in all ranks; see the base class."""
+        self._each("unload_adapter", lambda: self._own.unload_adapter(adapter_id), adapter_id)
 
     def close(self) -> None:
         """End the workers, and give back what rank 0 holds."""

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from executor_service.backends.base import STATE, BackendError
 from executor_service.layer_groups import layer_windows
+from executor_service.tensor_parallel.adapter_parts import LayerCut, part_range
 
 __all__ = ["Exchange", "GatheredHead", "ModelShard", "PartialLinear"]
 
@@ -113,7 +114,7 @@ class GatheredHead(nn.Module):
         if not states.numel():  # no row samples: the same in all ranks
             return states.new_zeros(shape)
         own = self.linear(states)
-        widths = [len(_part(self._vocab_size, rank, self._exchange.size)) for rank in range(self._exchange.size)]
+        widths = [len(part_range(self._vocab_size, rank, self._exchange.size)) for rank in range(self._exchange.size)]
         padded = nn.functional.pad(own, (0, max(widths) - own.shape[-1])).contiguous()
         parts = self._exchange.gather(padded)
         if not parts:
@@ -126,10 +127,16 @@ class ModelShard:
 
     Args:
         exchange: the ranks.
+
+    Attributes:
+        rank, size: which of how many this is.
+        cuts: how `take` cut the layers between embeddings and output, by name.
     """
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
+        self.rank, self.size = exchange.rank, exchange.size
+        self.cuts: dict[str, LayerCut] = {}
 
     def take(self, model: PreTrainedModel) -> None:
         """Cut a model to this rank's part, in place, and wait until every rank has done so.
@@ -160,8 +167,10 @@ class ModelShard:
                 setattr(parent, place, self._cut_head(linear))
             elif style == _BY_OUTPUT:
                 setattr(parent, place, self._cut_outputs(name, linear))
+                self.cuts[name] = LayerCut(by_outputs=True, number=linear.out_features)
             else:
                 setattr(parent, place, self._cut_inputs(name, linear))
+                self.cuts[name] = LayerCut(by_outputs=False, number=linear.in_features)
             num_cut += 1
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # a view of a mapped file keeps all of the file resident
@@ -213,7 +222,7 @@ class ModelShard:
 
     def _cut_inputs(self, name: str, linear: nn.Linear) -> PartialLinear:
         self._require_even(name, "inputs", linear.in_features)
-        part = _part(linear.in_features, self._exchange.rank, self._exchange.size)
+        part = part_range(linear.in_features, self._exchange.rank, self._exchange.size)
         cut = _linear(linear.weight[:, part.start : part.stop], None)
         return PartialLinear(cut, linear.bias, self._exchange)
 
@@ -221,7 +230,7 @@ class ModelShard:
         return GatheredHead(self._rows(linear), linear.out_features, self._exchange)
 
     def _rows(self, linear: nn.Linear) -> nn.Linear:
-        part = _part(linear.out_features, self._exchange.rank, self._exchange.size)
+        part = part_range(linear.out_features, self._exchange.rank, self._exchange.size)
         bias = None if linear.bias is None else linear.bias[part.start : part.stop]
         return _linear(linear.weight[part.start : part.stop], bias)
 
@@ -271,11 +280,6 @@ def _head_counts(model: PreTrainedModel) -> tuple[int, int]:
     config = model.config.get_text_config(decoder=True)
     num_heads = int(config.num_attention_heads)
     return num_heads, int(getattr(config, "num_key_value_heads", None) or num_heads)
-
-
-def _part(number: int, rank: int, size: int) -> range:
-    """Which of so many a rank has; parts differ by one at most."""
-    return range(rank * number // size, (rank + 1) * number // size)
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:

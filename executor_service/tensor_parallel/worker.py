@@ -52,6 +52,8 @@ class Rank:
             "initialize_kv_cache": backend.initialize_kv_cache,
             "copy_blocks": backend.copy_blocks,
             "follow": backend.follow,
+            "load_adapter": backend.load_adapter_part,
+            "unload_adapter": backend.unload_adapter,
         }
 
     def answer(self, name: str, arguments: tuple[Any, ...]) -> Answer:

@@ -91,10 +91,14 @@ class Workers:
         Raises:
             BackendError: one is lost.
         """
+        self.call_each(name, [arguments] * len(self._workers))
+
+    def call_each(self, name: str, arguments: Sequence[tuple[object, ...]]) -> None:
+        """The same with arguments of its own for each worker, in order."""
         if self._lost is not None:
             raise self._lost
-        for worker in self._workers:
-            self._send(worker, (name, arguments))
+        for worker, its in zip(self._workers, arguments, strict=True):
+            self._send(worker, (name, its))
 
     def answers(self, *, patiently: bool = False) -> list[Any]:
         """What the last call returned in each rank, in order. With `patiently` only their death ends the wait.

@@ -95,9 +95,6 @@ def up(
     if max_num_seqs is not None and max_num_batched_tokens is not None and max_num_seqs > max_num_batched_tokens:
         expected = f"at most --max-num-batched-tokens ({max_num_batched_tokens})"
         raise refused(expected, max_num_seqs, "lower it or raise the other", option="--max-num-seqs")
-    if max_loras and (tensor_parallel_size or 1) > 1:
-        expected = f"0 with --tensor-parallel-size {tensor_parallel_size}"
-        raise refused(expected, max_loras, "leave one of the two out", option="--max-loras")
     if model is not None and backend == _READS_MODELS and (model not in KNOWN_MODELS or Path(model).exists()):
         check_model(model)
     manager_flags = {

@@ -289,7 +289,6 @@ def test_up_tells_an_error_of_a_child_once(tmp_path: Path, running: list[Up]) ->
         (["--backend", "nonsense"], "one of "),
         (["--dtype", "int3"], "one of auto, float32"),
         (["--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "at most --max-num-batched-tokens (8)"),
-        (["--max-loras", "4", "--tensor-parallel-size", "2"], "0 with --tensor-parallel-size 2"),
         (["--port", "65536"], "a whole number, 0 to 65535"),
         (["--drain-seconds", "-1"], "a number, at least 0"),
     ],

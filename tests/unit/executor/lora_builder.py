@@ -5,12 +5,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from executor_service.backends.base import Backend
+from tests.unit.executor.step_builder import Row, build_step
+
+BLOCK_SIZE, COUNT = 16, 12
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_LAYERS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
@@ -57,3 +63,18 @@ def peft_tokens(model: Path, adapter: Path | None, prompt: Sequence[int], count:
         pad_token_id=0,
     )
     return [int(token) for token in out[0, len(prompt) :]]
+
+
+def generate(made: Backend, prompts: Sequence[Sequence[int]], adapter_ids: Sequence[int]) -> list[list[int]]:
+    """Greedy tokens of all prompts at once: one step of prefill, then decode. Up to 64 tokens of each."""
+    known = [list(prompt) for prompt in prompts]
+    done = [0] * len(known)
+    blocks = [list(range(1 + 4 * row, 5 + 4 * row)) for row in range(len(known))]
+    for _ in range(COUNT):
+        rows = [Row(tokens[start:], start, table) for tokens, start, table in zip(known, done, blocks, strict=True)]
+        step = replace(build_step(rows, BLOCK_SIZE), adapter_ids=np.array(adapter_ids, dtype=np.int32))
+        sampled = made.execute(step).sampled_token_ids.tolist()
+        done = [len(tokens) for tokens in known]
+        for tokens, token in zip(known, sampled, strict=True):
+            tokens.append(token)
+    return [tokens[len(prompt) :] for tokens, prompt in zip(known, prompts, strict=True)]

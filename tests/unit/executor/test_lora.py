@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,11 +17,9 @@ from executor_service.backends.base import AdapterError
 from executor_service.backends.torch_backend import TorchBackend, TorchBackendConfig
 from executor_service.lora import find_targets
 from executor_service.lora_files import CONFIG_FILE, WEIGHTS_FILE, read_adapter_files
-from tests.unit.executor.lora_builder import ATTENTION, peft_tokens, save_adapter
-from tests.unit.executor.step_builder import Row, build_step, prompt_of, save_tiny_model
+from tests.unit.executor.lora_builder import ATTENTION, COUNT, generate, peft_tokens, save_adapter
+from tests.unit.executor.step_builder import prompt_of, save_tiny_model
 
-BLOCK_SIZE = 16
-COUNT = 12
 NO_LIMIT = 1 << 30
 
 
@@ -67,21 +63,6 @@ def backend(folder: Path, **changes: object) -> TorchBackend:
         "max_lora_rank": 8,
     }
     return TorchBackend(TorchBackendConfig(**(values | changes)))  # type: ignore[arg-type]
-
-
-def generate(made: TorchBackend, prompts: Sequence[Sequence[int]], adapter_ids: Sequence[int]) -> list[list[int]]:
-    """Greedy tokens of all prompts at once: one step of prefill, then decode."""
-    known = [list(prompt) for prompt in prompts]
-    done = [0] * len(known)
-    blocks = [list(range(1 + 4 * row, 5 + 4 * row)) for row in range(len(known))]
-    for _ in range(COUNT):
-        rows = [Row(tokens[start:], start, table) for tokens, start, table in zip(known, done, blocks, strict=True)]
-        step = replace(build_step(rows, BLOCK_SIZE), adapter_ids=np.array(adapter_ids, dtype=np.int32))
-        sampled = made.execute(step).sampled_token_ids.tolist()
-        done = [len(tokens) for tokens in known]
-        for tokens, token in zip(known, sampled, strict=True):
-            tokens.append(token)
-    return [tokens[len(prompt) :] for tokens, prompt in zip(known, prompts, strict=True)]
 
 
 def test_execute_several_adapters_in_one_step_give_the_tokens_that_peft_gives(

@@ -149,7 +149,7 @@ def test_read_adapter_of_experts_is_refused_by_name(model: Model, tmp_path: Path
     """peft saves their matrices as those of parameters."""
     names = ["gate_proj", "up_proj", "down_proj"]
     source = save_adapter(tmp_path / "experts", model.folder, 5, target_modules=names)
-    with pytest.raises(AdapterError, match="target_parameters none, got .*gate_up_proj") as caught:
+    with pytest.raises(AdapterError, match=r"target_parameters none, got .*gate_up_proj") as caught:
         model.backend.read_adapter(str(source))
     assert caught.value.reason == "ADAPTER_NOT_SUPPORTED"
 
