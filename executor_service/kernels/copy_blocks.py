@@ -16,7 +16,9 @@ import triton.language as tl
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
-@triton.jit(do_not_specialize=["num_blocks", "block_words"])
+@triton.jit(
+    do_not_specialize=["num_blocks", "block_words"], do_not_specialize_on_alignment=["addresses", "source", "target"]
+)
 def copy_blocks_kernel(  # type: ignore[no-untyped-def]
     addresses,
     source,

@@ -28,6 +28,9 @@ class Target(Enum):
     """What the kernels are compiled for."""
 
     CUDA = "cuda"
+    """NVIDIA's, with 99 KiB of shared memory for a program at least: compute capability 8.x and 12.x."""
+    HOPPER = "hopper"
+    """Those with 227 KiB, whose matrix units read shared memory: compute capability 9.x and 10.x."""
     HIP = "hip"
     INTERPRETER = "interpreter"
 
@@ -61,24 +64,25 @@ def decode_tile(target: Target, *, head_dim: int, group: int, itemsize: int) -> 
     block_n = 64 if _power_of_2(head_dim) * itemsize <= 256 else 32
     if itemsize == 4:
         block_n = 32 if head_dim <= 128 else 16
-    return Tile(block_m, block_n, num_warps=4, num_stages=3 if target is Target.CUDA else 1)
+    return Tile(block_m, block_n, num_warps=4, num_stages=1 if target is Target.HIP else 3)
 
 
 def prefill_tile(target: Target, *, head_dim: int, group: int, itemsize: int) -> Tile:
-    """The tile of `paged_prefill`; arguments as in `decode_tile`."""
+    """The tile of `paged_prefill`; arguments as in `decode_tile`.
+
+    With three stages block ids are two tiles ahead of the products and K/V one: nothing waits for an id.
+    """
     if target is Target.INTERPRETER:
         return Tile(max(128, _power_of_2(group)), 128, 1, 1)
     least = _power_of_2(group)
     wide = head_dim > 128
     if itemsize == 4:
         return Tile(max(16, least), 16 if wide else 32, num_warps=4, num_stages=1)
-    if wide:
-        return Tile(max(64, least), 32, num_warps=8, num_stages=2 if target is Target.CUDA else 1)
     if target is Target.HIP:
-        return Tile(max(64, least), 64, num_warps=4, num_stages=1)
-    # Masks beyond a head that is no power of two take registers, too.
-    padded = head_dim != _power_of_2(head_dim)
-    return Tile(max(128, least), 32 if padded else 64, num_warps=8, num_stages=3 if padded else 2)
+        return Tile(max(64, least), 32 if wide else 64, num_warps=8 if wide else 4, num_stages=1)
+    if wide:
+        return Tile(max(128 if target is Target.HOPPER else 64, least), 32, num_warps=8, num_stages=3)
+    return Tile(max(128, least), 64, num_warps=8, num_stages=3)
 
 
 def split_length(lengths: Int32, *, kv_heads: int, block_n: int, programs: int) -> int:

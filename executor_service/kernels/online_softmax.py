@@ -3,7 +3,7 @@
 Station: inlined by Triton into `paged_decode` and `paged_prefill`. It reads K/V through a block table and keeps, for
 every query, the largest score so far, the sum of weights relative to it, and the weighted sum of values.
 
-Formula, over tiles of keys, in base 2 (scores are multiplied by log2(e) once):
+Formula, over tiles of keys, in base 2 (log2(e) is part of the factor on the scores):
     m' = max(m, max_n s_n);  l' = l 2^(m - m') + sum_n 2^(s_n - m');  a' = a 2^(m - m') + sum_n 2^(s_n - m') v_n
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao, "FlashAttention-2" (2023).
@@ -11,6 +11,7 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (201
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import triton
@@ -42,11 +43,29 @@ class Scores:
         in_chunks = self.window is not None and self.window < 0
         return {"HAS_WINDOW": self.window is not None, "IN_CHUNKS": in_chunks}
 
+    @property
+    def factors(self) -> tuple[float, float]:
+        """`scale` and `softcap` of `attend`: as few operations on a score as there can be, the base of 2 included."""
+        scale = self.scaling * self.k_scale * math.log2(math.e)
+        if self.softcap is None:
+            return scale, 0.0
+        return 2 * scale / self.softcap, self.softcap * math.log2(math.e)
+
 
 @triton.jit
-def tanh(x):  # type: ignore[no-untyped-def]
-    """The hyperbolic tangent by exp, which every target has. Absolute error about 1e-7 in float32."""
-    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
+def factors_of_rows(states, keys, scale):  # type: ignore[no-untyped-def]
+    """Queries in the type to multiply in, and the factor on the scores of each: (M, BLOCK_D) and (M, 1).
+
+    Over a cache of 8-bit floats that is float16: it holds all of their numbers, and they become it in one instruction,
+    where bfloat16 takes four and a unit that is slow. What a query has beyond its range is part of the row's factor.
+    """
+    M: tl.constexpr = states.shape[0]
+    if keys.dtype.element_ty.primitive_bitwidth == 8 and states.dtype == tl.bfloat16:
+        wide = states.to(tl.float32)
+        excess = tl.maximum(tl.max(tl.abs(wide), 1) / 32768.0, 1.0)[:, None]
+        return (wide / excess).to(tl.float16), excess * scale
+    else:  # noqa: RET505 - one of them is compiled
+        return states, tl.full((M, 1), scale, tl.float32)
 
 
 @triton.jit
@@ -88,8 +107,8 @@ def attend(  # type: ignore[no-untyped-def]
         table: pointer to the row's first block id.
         start: first position, the same for all queries.
         end: one past the last.
-        scale: factor on q k^T: scaling, times the keys' own scale.
-        softcap: scores become softcap * tanh(score / softcap), if HAS_SOFTCAP.
+        scale: (M, 1) float32, factor on q k^T: that of `Scores.factors`, and the query's own.
+        softcap: bound of the scores, of the same.
         window: a query sees this many positions, its own included, if HAS_WINDOW; or the size of chunks, if IN_CHUNKS.
         slot_stride: elements from one slot to the next.
         HEAD_DIM: elements of a head.
@@ -106,7 +125,7 @@ def attend(  # type: ignore[no-untyped-def]
     """
     dims = tl.arange(0, BLOCK_D)
     offsets = tl.arange(0, BLOCK_N)
-    oldest = query_positions
+    oldest = query_positions - window + 1
     if IN_CHUNKS:
         oldest = query_positions - query_positions % window
     for first in range(start, end, BLOCK_N):
@@ -129,19 +148,20 @@ def attend(  # type: ignore[no-untyped-def]
         else:
             key = tl.load(key_places)
             value = tl.load(value_places)
+        if value.dtype.primitive_bitwidth == 8:
+            # Converted as they lie: a matrix operand of bytes would be put together byte by byte.
+            value = tl.trans(tl.trans(value).to(query.dtype))
         # "ieee" keeps float32 exact; without effect on narrower types.
         scores = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
         if HAS_SOFTCAP:
-            scores = softcap * tanh(scores / softcap)
-        scores *= 1.4426950408889634  # log2(e)
+            # The hyperbolic tangent by the one function that every target has. Absolute error about 1e-7 of the bound.
+            scores = softcap - 2.0 * softcap / (1.0 + tl.exp2(scores))
         if CAUSAL or BOUNDED or HAS_WINDOW:
             seen = inside[None, :]
             if CAUSAL:
                 seen &= positions[None, :] <= query_positions[:, None]
-            if IN_CHUNKS:
+            if HAS_WINDOW:
                 seen &= positions[None, :] >= oldest[:, None]
-            elif HAS_WINDOW:
-                seen &= positions[None, :] > query_positions[:, None] - window
             scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         # A query that has seen no key yet has a largest score of -inf, and -inf - -inf is NaN.

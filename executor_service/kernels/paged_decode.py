@@ -22,13 +22,13 @@ import triton
 import triton.language as tl
 
 from executor_service.kernels.launch_shapes import MIN_SPLIT, Tile
-from executor_service.kernels.online_softmax import Scores, attend
+from executor_service.kernels.online_softmax import Scores, attend, factors_of_rows
 
 
 @triton.jit
-def own_split_len(length, PER_ROW: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Positions of each of PER_ROW splits that a row of this length is cut into: whole tiles, LEAST at least."""
-    share = tl.maximum((length + PER_ROW - 1) // PER_ROW, LEAST)
+def own_split_len(length, per_row, BLOCK_N: tl.constexpr, LEAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Positions of each of per_row splits that a row of this length is cut into: whole tiles, LEAST at least."""
+    share = tl.maximum((length + per_row - 1) // per_row, LEAST)
     return (share + BLOCK_N - 1) // BLOCK_N * BLOCK_N
 
 
@@ -40,7 +40,17 @@ def first_seen(length, window, IN_CHUNKS: tl.constexpr):  # type: ignore[no-unty
     return tl.maximum(length - window, 0)
 
 
-@triton.jit(do_not_specialize=["split_len", "window"])
+@triton.jit(
+    do_not_specialize=["split_len", "per_row", "window"],
+    do_not_specialize_on_alignment=[
+        "split_rows",
+        "split_numbers",
+        "query_indptr",
+        "seq_lens",
+        "block_indptr",
+        "block_ids",
+    ],
+)
 def paged_decode_kernel(  # type: ignore[no-untyped-def]
     out,
     partial,
@@ -59,6 +69,7 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     softcap,
     window,
     split_len,
+    per_row,
     query_token_stride,
     query_head_stride,
     NUM_KV_HEADS: tl.constexpr,
@@ -69,18 +80,18 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
-    PER_ROW: tl.constexpr,
+    CUT_HERE: tl.constexpr,
     LEAST: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     IN_CHUNKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """One split of one row and KV head. Grid: (splits, H_kv)."""
-    split = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    if PER_ROW:
-        row = (split // PER_ROW).to(tl.int32)
-        number = (split % PER_ROW).to(tl.int32)
+    """One split of one row and KV head, heads side by side as in memory. Grid: (splits * H_kv,)."""
+    split = tl.program_id(0) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    if CUT_HERE:
+        row = split // per_row
+        number = split % per_row
     else:
         row = tl.load(split_rows + split)
         number = tl.load(split_numbers + split)
@@ -88,10 +99,10 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     first = 0
     if HAS_WINDOW:
         first = first_seen(seq_len, window, IN_CHUNKS)
-    if PER_ROW:
-        split_len = own_split_len(seq_len - first, PER_ROW, BLOCK_N, LEAST)
+    if CUT_HERE:
+        split_len = own_split_len(seq_len - first, per_row, BLOCK_N, LEAST)
     start = first + number * split_len
-    if HAS_WINDOW or PER_ROW:  # noqa: SIM102 - known when it is compiled, unlike what follows
+    if CUT_HERE:  # noqa: SIM102 - known when it is compiled, unlike what follows
         if start >= seq_len:
             return
     token = tl.load(query_indptr + row).to(tl.int64)
@@ -99,16 +110,17 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
     dims = tl.arange(0, BLOCK_D)
     heads = kv_head * GROUP + members
     mask = (members[:, None] < GROUP) & (dims[None, :] < HEAD_DIM)
-    places = query + token * query_token_stride + heads[:, None] * query_head_stride + dims[None, :]
+    places = query + token * query_token_stride + heads.to(tl.int64)[:, None] * query_head_stride + dims[None, :]
     acc = tl.zeros((BLOCK_G, BLOCK_D), dtype=tl.float32)
     row_max = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros((BLOCK_G,), dtype=tl.float32)
+    states, scale = factors_of_rows(tl.load(places, mask=mask, other=0.0), keys, scale)
     # The one query is the last position, and a split begins inside the window: nothing to mask but the end.
     acc, row_max, row_sum = attend(
         acc,
         row_max,
         row_sum,
-        tl.load(places, mask=mask, other=0.0),
+        states,
         members,
         keys + kv_head * HEAD_DIM,
         values + kv_head * HEAD_DIM,
@@ -134,7 +146,7 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
         # Scores that are all -inf weigh nothing, here and in the sum over splits.
         acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
         log_sum = tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(row_sum))
-        parts = split * num_heads + heads
+        parts = split.to(tl.int64) * num_heads + heads
         tl.store(partial + parts[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
         tl.store(partial_log_sum + parts, log_sum, mask=members < GROUP)
     else:
@@ -143,7 +155,10 @@ def paged_decode_kernel(  # type: ignore[no-untyped-def]
         tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["split_len", "window"])
+@triton.jit(
+    do_not_specialize=["split_len", "per_row", "window"],
+    do_not_specialize_on_alignment=["rows", "split_indptr", "query_indptr", "seq_lens"],
+)
 def reduce_splits_kernel(  # type: ignore[no-untyped-def]
     out,
     partial,
@@ -155,12 +170,13 @@ def reduce_splits_kernel(  # type: ignore[no-untyped-def]
     v_scale,
     window,
     split_len,
+    per_row,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PER_ROW: tl.constexpr,
+    CUT_HERE: tl.constexpr,
     LEAST: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     IN_CHUNKS: tl.constexpr,
@@ -168,19 +184,19 @@ def reduce_splits_kernel(  # type: ignore[no-untyped-def]
     """The splits of one row and query head put together. Grid: (rows, H_q)."""
     place = tl.program_id(0)
     head = tl.program_id(1)
-    if PER_ROW:
+    if CUT_HERE:
         row = place
-        first_split = place.to(tl.int64) * PER_ROW
+        first_split = place.to(tl.int64) * per_row
     else:
         row = tl.load(rows + place)
         first_split = tl.load(split_indptr + place).to(tl.int64)
     length = tl.load(seq_lens + row)
     if HAS_WINDOW:
         length -= first_seen(length, window, IN_CHUNKS)
-    if PER_ROW:
+    if CUT_HERE:
         if length == 0:
             return
-        split_len = own_split_len(length, PER_ROW, BLOCK_N, LEAST)
+        split_len = own_split_len(length, per_row, BLOCK_N, LEAST)
     num_splits = (length + split_len - 1) // split_len
     dims = tl.arange(0, BLOCK_D)
     acc = tl.zeros((BLOCK_D,), dtype=tl.float32)
@@ -244,9 +260,9 @@ class DecodeRows:
         return self.splits_per_row * len(self.seq_lens) or len(self.split_rows)
 
 
-def reduce_block(splits_per_row: int) -> int:
+def reduce_block(cut_here: bool) -> int:
     """Splits that `reduce_splits_kernel` loads at once: fewer where it works out their lengths itself, in registers."""
-    return 8 if splits_per_row else 16
+    return 8 if cut_here else 16
 
 
 def paged_decode(
@@ -275,8 +291,9 @@ def paged_decode(
     """
     _, num_heads, head_dim = query.shape
     kv_heads = keys.shape[1] // head_dim
-    num_splits = step.num_splits
+    num_splits, cut_here = step.num_splits, step.splits_per_row > 0
     query = query if query.stride(-1) == 1 else query.contiguous()
+    scale, softcap = scores.factors
     is_split = num_splits > step.num_rows
     partial = log_sums = out
     if is_split:
@@ -284,7 +301,7 @@ def paged_decode(
         partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
         log_sums = torch.empty(shape, dtype=torch.float32, device=query.device)
     block_d = triton.next_power_of_2(head_dim)
-    paged_decode_kernel[(num_splits, kv_heads)](
+    paged_decode_kernel[(num_splits * kv_heads,)](
         out,
         partial,
         log_sums,
@@ -297,11 +314,12 @@ def paged_decode(
         step.seq_lens,
         step.block_indptr,
         step.block_ids,
-        float(scores.scaling * scores.k_scale),
+        scale,
         float(scores.v_scale),
-        float(scores.softcap or 0.0),
+        softcap,
         abs(scores.window or 0),
         step.split_len,
+        step.splits_per_row,
         query.stride(0),
         query.stride(1),
         NUM_KV_HEADS=kv_heads,
@@ -312,7 +330,7 @@ def paged_decode(
         BLOCK_N=tile.block_n,
         BLOCK_D=block_d,
         SPLIT=is_split,
-        PER_ROW=step.splits_per_row,
+        CUT_HERE=cut_here,
         LEAST=MIN_SPLIT,
         **scores.constants,
         HAS_SOFTCAP=scores.softcap is not None,
@@ -331,12 +349,13 @@ def paged_decode(
             float(scores.v_scale),
             abs(scores.window or 0),
             step.split_len,
+            step.splits_per_row,
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
-            BLOCK_S=reduce_block(step.splits_per_row),
+            BLOCK_S=reduce_block(cut_here),
             BLOCK_N=tile.block_n,
             BLOCK_D=block_d,
-            PER_ROW=step.splits_per_row,
+            CUT_HERE=cut_here,
             LEAST=MIN_SPLIT,
             **scores.constants,
             num_warps=4,

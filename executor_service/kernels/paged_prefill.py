@@ -20,10 +20,65 @@ import triton
 import triton.language as tl
 
 from executor_service.kernels.launch_shapes import Tile
-from executor_service.kernels.online_softmax import Scores, attend
+from executor_service.kernels.online_softmax import Scores, attend, factors_of_rows
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit
+def tile_elements(  # type: ignore[no-untyped-def]
+    first_token,
+    query_len,
+    kv_head,
+    start,
+    token_stride,
+    head_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Offsets of a tile's rows in queries or results, int64, and which of them are real. Both (BLOCK_M, BLOCK_D)."""
+    members = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    places = start + members // GROUP
+    real = (members < BLOCK_M // GROUP * GROUP) & (places < query_len)
+    tokens = (first_token + places).to(tl.int64) * token_stride
+    heads = (kv_head * GROUP + members % GROUP).to(tl.int64) * head_stride
+    return (tokens + heads)[:, None] + dims[None, :], real[:, None] & (dims[None, :] < HEAD_DIM)
+
+
+@triton.jit
+def tile_bounds(  # type: ignore[no-untyped-def]
+    first_query,
+    window,
+    BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    IN_CHUNKS: tl.constexpr,
+):
+    """The first position that any query from this position on sees, and the first that not all of them see.
+
+    Both are multiples of BLOCK_N; where there is a window they are equal: all has a mask.
+    """
+    if not HAS_WINDOW:
+        return 0, (first_query + 1) // BLOCK_N * BLOCK_N
+    if IN_CHUNKS:
+        first = first_query // window * window
+    else:
+        first = tl.maximum(first_query - window + 1, 0)
+    first = first // BLOCK_N * BLOCK_N
+    return first, first
+
+
+@triton.jit(
+    do_not_specialize=["window"],
+    do_not_specialize_on_alignment=[
+        "tile_rows",
+        "tile_starts",
+        "query_indptr",
+        "seq_lens",
+        "block_indptr",
+        "block_ids",
+    ],
+)
 def paged_prefill_kernel(  # type: ignore[no-untyped-def]
     out,
     query,
@@ -52,37 +107,30 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
     IN_CHUNKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """BLOCK_M // GROUP query tokens of one row and KV head. Grid: (tiles, H_kv)."""
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    """BLOCK_M // GROUP query tokens of one row and KV head, heads side by side as in memory. Grid: (tiles * H_kv,)."""
+    tile = tl.program_id(0) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
     row = tl.load(tile_rows + tile)
-    start = tl.load(tile_starts + tile)
     first_token = tl.load(query_indptr + row)
     query_len = tl.load(query_indptr + row + 1) - first_token
-    seq_len = tl.load(seq_lens + row)
-    members = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    run: tl.constexpr = BLOCK_M // GROUP
-    places = start + members // GROUP
-    heads = kv_head * GROUP + members % GROUP
-    real = (members < run * GROUP) & (places < query_len)
-    mask = real[:, None] & (dims[None, :] < HEAD_DIM)
-    tokens = (first_token + places).to(tl.int64)
-    sources = query + tokens[:, None] * query_token_stride + heads[:, None] * query_head_stride + dims[None, :]
-    states = tl.load(sources, mask=mask, other=0.0)
-    context = seq_len - query_len
-    query_positions = context + places
-    # Positions that any query of the tile sees; and, from the first on, those that all of them see.
-    end = context + tl.minimum(start + run, query_len)
-    first = 0
-    seen_by_all = (context + start + 1) // BLOCK_N * BLOCK_N
-    if HAS_WINDOW:
-        if IN_CHUNKS:  # noqa: SIM108 - one of them is compiled
-            first = (context + start) // window * window
-        else:
-            first = tl.maximum(context + start - window + 1, 0)
-        first = first // BLOCK_N * BLOCK_N
-        seen_by_all = first
+    context = tl.load(seq_lens + row) - query_len
+    start = tl.load(tile_starts + tile)
+    offsets, mask = tile_elements(
+        first_token,
+        query_len,
+        kv_head,
+        start,
+        query_token_stride,
+        query_head_stride,
+        GROUP,
+        HEAD_DIM,
+        BLOCK_M,
+        BLOCK_D,
+    )
+    states, scale = factors_of_rows(tl.load(query + offsets, mask=mask, other=0.0), keys, scale)
+    query_positions = context + start + tl.arange(0, BLOCK_M) // GROUP
+    first, seen_by_all = tile_bounds(context + start, window, BLOCK_N, HAS_WINDOW, IN_CHUNKS)
+    end = context + tl.minimum(start + BLOCK_M // GROUP, query_len)
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -141,8 +189,20 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
         HAS_SOFTCAP=HAS_SOFTCAP,
     )
     acc = acc / row_sum[:, None] * v_scale
-    targets = out + (tokens[:, None] * (NUM_KV_HEADS * GROUP) + heads[:, None]) * HEAD_DIM + dims[None, :]
-    tl.store(targets, acc.to(out.dtype.element_ty), mask=mask)
+    # Read again, which a compiler may not undo: offsets that were known would be kept in registers over both loops.
+    offsets, mask = tile_elements(
+        first_token,
+        query_len,
+        kv_head,
+        tl.load(tile_starts + tile, volatile=True),
+        NUM_KV_HEADS * GROUP * HEAD_DIM,
+        HEAD_DIM,
+        GROUP,
+        HEAD_DIM,
+        BLOCK_M,
+        BLOCK_D,
+    )
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True)
@@ -190,7 +250,8 @@ def paged_prefill(
     _, num_heads, head_dim = query.shape
     kv_heads = keys.shape[1] // head_dim
     query = query if query.stride(-1) == 1 else query.contiguous()
-    paged_prefill_kernel[(len(step.rows), kv_heads)](
+    scale, softcap = scores.factors
+    paged_prefill_kernel[(len(step.rows) * kv_heads,)](
         out,
         query,
         keys,
@@ -201,9 +262,9 @@ def paged_prefill(
         step.seq_lens,
         step.block_indptr,
         step.block_ids,
-        float(scores.scaling * scores.k_scale),
+        scale,
         float(scores.v_scale),
-        float(scores.softcap or 0.0),
+        softcap,
         abs(scores.window or 0),
         query.stride(0),
         query.stride(1),

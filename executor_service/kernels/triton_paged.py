@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import triton
 
-from executor_service.backends.base import BackendError, Int32
+from executor_service.backends.base import BackendError, Int32, first_read
 from executor_service.devices import upload
 from executor_service.kernels.copy_blocks import copy_blocks, layer_addresses
 from executor_service.kernels.fp8 import PLAIN, LayerCodecs
@@ -44,6 +44,8 @@ from executor_service.kernels.write_kv import write_kv
 # The interpreter's programs run one after the other: as few as there can be, and yet more than one split.
 _INTERPRETED_PROGRAMS = 4
 _INTERPRETED_BLOCK_T = 256
+# Major compute capabilities of `Target.HOPPER`: 12.x, Blackwell too, is built like 8.x.
+_HOPPER_AND_LIKE = (9, 10)
 
 
 class TritonAttention(StepAttention):
@@ -157,6 +159,7 @@ class TritonStep(TritonAttention):
         known = self._decode.get((kv_heads, block_n))
         if known is None:
             lengths = self._host_seq_lens[self._rows]
+            lengths = lengths - first_read(lengths - np.int32(1), self._window or 0)
             split_len = split_length(lengths, kv_heads=kv_heads, block_n=block_n, programs=self._programs)
             splits = decode_splits(self._rows, lengths, split_len)
             known = self._decode[kv_heads, block_n] = DecodeRows(
@@ -329,7 +332,9 @@ def _target(device: torch.device) -> Target:
             "(TRITON_INTERPRET=1 in the environment has its kernels interpreted there, for tests: correct and slow)",
             device=str(device),
         )
-    return Target.CUDA if torch.version.hip is None else Target.HIP
+    if torch.version.hip is not None:
+        return Target.HIP
+    return Target.HOPPER if torch.cuda.get_device_capability(device)[0] in _HOPPER_AND_LIKE else Target.CUDA
 
 
 def _require_types(target: Target, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
@@ -348,10 +353,20 @@ def _require_types(target: Target, device: torch.device, dtype: torch.dtype, kv_
             f"{kv_dtype}; set --kv-cache-dtype auto",
             kv_cache_dtype=str(kv_dtype),
         )
-    if target is Target.CUDA and kv_dtype is torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < (8, 9):
+    if target is not Target.CUDA:
+        return
+    capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+    if capability < (8, 0):
+        raise BackendError(
+            "BAD_DEVICE",
+            f"expected a GPU of compute capability 8.0 at least for the triton backend, got {name}; "
+            "use --backend torch",
+            device=str(device),
+        )
+    if kv_dtype is torch.float8_e4m3fn and capability < (8, 9):
         raise BackendError(
             "BAD_CONFIG",
-            f"expected a GPU of compute capability 8.9 for fp8_e4m3, got {torch.cuda.get_device_name(device)}; "
+            f"expected a GPU of compute capability 8.9 for fp8_e4m3, got {name}; "
             "set --kv-cache-dtype auto or fp8_e5m2",
             kv_cache_dtype=str(kv_dtype),
         )

@@ -15,7 +15,7 @@ import triton.language as tl
 FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
 def write_kv_kernel(  # type: ignore[no-untyped-def]
     key,
     value,
@@ -37,7 +37,7 @@ def write_kv_kernel(  # type: ignore[no-untyped-def]
     QUANTISE: tl.constexpr,
 ):
     """One program stores BLOCK_T tokens of one KV head. Grid: (token tiles, H_kv)."""
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     dims = tl.arange(0, BLOCK_D)
     real = tokens < num_tokens

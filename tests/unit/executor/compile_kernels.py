@@ -51,11 +51,8 @@ POINTERS_TO_INT32 = (
     "block_ids",
 )
 FLOATS = ("scale", "v_scale", "k_scale", "softcap")
-# Columns of one upload lie anywhere; what torch allocates, and strides of heads of 16 elements, are multiples of 16.
-UNALIGNED = (*POINTERS_TO_INT32, "num_tokens", "split_len", "window", "num_blocks", "block_words")
-# Shapes that are compiled for decode graphs, too, with so many splits for each row.
+# Shapes that are compiled for decode graphs, too.
 RECORDED = ("plain", "gemma", "chunks", "odd")
-PER_ROW = 6
 
 
 @dataclass(frozen=True)
@@ -84,9 +81,16 @@ SHAPES = {
 }
 
 
+def target_of(target: GPUTarget) -> Target:
+    """What launches on such a GPU say they run on."""
+    if target.backend == "hip":
+        return Target.HIP
+    return Target.HOPPER if target.arch in (90, 100) else Target.CUDA
+
+
 def compiled(name: str, shape: Shape, target: GPUTarget) -> Iterator[tuple[str, object]]:
     """The kernels of one shape, compiled; each of the small ones only for shapes that change it."""
-    kind = Target(target.backend)
+    kind = target_of(target)
     sizes = {"head_dim": shape.head_dim, "group": shape.group, "itemsize": ITEM_SIZES[shape.dtype]}
     head = {"HEAD_DIM": shape.head_dim, "BLOCK_D": triton.next_power_of_2(shape.head_dim)}
     heads = head | {"NUM_KV_HEADS": 8, "GROUP": shape.group, "BLOCK_SIZE": shape.block_size}
@@ -94,8 +98,8 @@ def compiled(name: str, shape: Shape, target: GPUTarget) -> Iterator[tuple[str, 
     small = Tile(0, 0, num_warps=4, num_stages=3)
     tile = decode_tile(kind, **sizes)
     blocks: dict[str, object] = {"BLOCK_G": tile.block_m, "BLOCK_N": tile.block_n, "SPLIT": True}
-    by_host = {"PER_ROW": 0, "LEAST": MIN_SPLIT}
-    by_itself = by_host | {"PER_ROW": PER_ROW}
+    by_host = {"CUT_HERE": False, "LEAST": MIN_SPLIT}
+    by_itself = by_host | {"CUT_HERE": True}
     yield "decode", _compile(paged_decode_kernel, shape, target, heads | blocks | by_host, tile)
     if name in RECORDED:
         yield "decode, recorded", _compile(paged_decode_kernel, shape, target, heads | blocks | by_itself, tile)
@@ -113,7 +117,7 @@ def compiled(name: str, shape: Shape, target: GPUTarget) -> Iterator[tuple[str, 
         blocks |= {"IN_CHUNKS": shape.chunks}
         tile = Tile(0, 0, 4, 2)
         for kernel, cut in (("reduce", by_host), ("reduce, recorded", by_itself)):
-            more = {"BLOCK_S": reduce_block(cut["PER_ROW"])}
+            more = {"BLOCK_S": reduce_block(cut["CUT_HERE"])}
             yield kernel, _compile(reduce_splits_kernel, shape, target, head | blocks | cut | more, tile)
     if name == "plain":
         yield "copy", _compile(copy_blocks_kernel, shape, target, {"BLOCK": 2048, "WORD": tl.int64}, small)
@@ -128,7 +132,10 @@ def _compile(
             signature[name] = "constexpr"
             continue
         signature[name] = _type_of(name, shape)
-        if name not in UNALIGNED and name not in FLOATS:
+        # What torch allocates, and strides of heads of 16 elements, are multiples of 16; of what kernels say may be
+        # anything there is one variant, and no launch in the middle of a service compiles another.
+        param = kernel.params[index]
+        if not (param.do_not_specialize or param.do_not_specialize_on_alignment) and name not in FLOATS:
             attrs[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants), attrs=attrs)
     return triton.compile(source, target=target, options={"num_warps": tile.num_warps, "num_stages": tile.num_stages})
