@@ -175,20 +175,26 @@ class DecodeGraphs:
 
 
 def cuda_recorder(device: torch.device) -> Recorder:
-    """Records CUDA graphs that share one pool of memory."""
+    """Records CUDA graphs that share one pool of memory.
+
+    All of it on one stream beside the thread's own. A library's workspace belongs to a stream: the run before makes it,
+    outside of the pool, once for all graphs. And memory that a run leaves behind is there for the next one.
+    """
     pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream(device)
 
     def record(step: Callable[[], None]) -> Replay:
-        # Once before, on another stream, as torch's documentation asks: it compiles kernels and makes workspaces.
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
+        own = torch.cuda.current_stream(device)
+        stream.wait_stream(own)
+        # `graph` leaves its stream the thread's current one where capturing fails; this comes back.
+        with torch.cuda.stream(stream):
+            # Once before, as torch's documentation asks: it compiles kernels and makes workspaces.
             step()
-        torch.cuda.current_stream(device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # Of this thread alone: another one may be reading an adapter onto the device.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            step()
+            graph = torch.cuda.CUDAGraph()
+            # Of this thread alone: another one may be reading an adapter onto the device.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                step()
+        own.wait_stream(stream)
         return graph.replay  # type: ignore[no-any-return]
 
     return record

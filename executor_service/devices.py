@@ -12,7 +12,12 @@ import torch
 
 from executor_service.backends.base import BackendError
 
-_TORCH_TYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
+_TORCH_TYPES = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+}
 
 
 def resolve_device(name: str) -> torch.device:
@@ -37,8 +42,14 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(f"cuda:{int(index or 0)}")
 
 
+def make_current(device: torch.device) -> None:
+    """Have what this thread launches run there: Triton and CUDA graphs take the thread's device, not the tensors'."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def staged(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """A copy of a host array of int32 or int64 on its way to the device: page-locked if that is a GPU.
+    """A copy of a host array, of a type in _TORCH_TYPES, on its way to the device: page-locked if that is a GPU.
 
     torch's allocator of such memory hands none of it out again before the copies that read it are done.
     """
@@ -48,7 +59,7 @@ def staged(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
 
 
 def upload(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """A copy of a host array of int32 or int64 on the device.
+    """A copy of a host array, of a type in _TORCH_TYPES, on the device.
 
     The host does not wait for it: what is launched later on the same stream finds it there.
     """

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from executor_service.backends.base import BlockCopies, CopyDirection, Int32, NotEnoughMemoryError
+from executor_service.devices import upload
 from executor_service.host_blocks import HostBlocks
 from executor_service.kernels.block_copy import copy_from_host, copy_to_host
 from executor_service.kernels.fp8 import LayerCodecs
@@ -100,7 +101,7 @@ class KvMemory:
 
     def _ids(self, block_ids: Int32) -> torch.Tensor:
         """Block ids on the device. Shape: (C,) int64."""
-        return torch.from_numpy(block_ids.astype(np.int64)).to(self._device)
+        return upload(block_ids.astype(np.int64), self._device)
 
 
 def copy_chunk(layout: KvLayout) -> int:

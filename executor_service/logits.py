@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from executor_service.backends.base import PenaltyHistory, TokenSampling
+from executor_service.devices import upload
 
 
 def changes_logits(params: TokenSampling) -> bool:
@@ -51,7 +52,7 @@ def _repetition(
             places.add(row, seen)
             factors.append(np.full(len(seen), own.repetition_penalty, dtype=np.float32))
     if factors:
-        factor = torch.from_numpy(np.concatenate(factors)).to(logits.device)
+        factor = upload(np.concatenate(factors), logits.device)
         old = places.read()
         places.write(torch.where(old > 0, old / factor, old * factor))
 
@@ -67,7 +68,7 @@ def _presence_and_frequency(
             places.add(row, seen)
             amounts.append((own.presence_penalty + own.frequency_penalty * counts).astype(np.float32))
     if amounts:
-        places.write(places.read() - torch.from_numpy(np.concatenate(amounts)).to(logits.device))
+        places.write(places.read() - upload(np.concatenate(amounts), logits.device))
 
 
 def _bias(logits: torch.Tensor, params: Sequence[TokenSampling]) -> None:
@@ -78,7 +79,7 @@ def _bias(logits: torch.Tensor, params: Sequence[TokenSampling]) -> None:
             places.add(row, own.logit_bias.token_ids)
             amounts.append(own.logit_bias.values)
     if amounts:
-        places.write(places.read() + torch.from_numpy(np.concatenate(amounts)).to(logits.device))
+        places.write(places.read() + upload(np.concatenate(amounts), logits.device))
 
 
 def _suppress(logits: torch.Tensor, params: Sequence[TokenSampling]) -> None:
@@ -117,5 +118,5 @@ class _Places:
 
     def _where(self) -> torch.Tensor:
         if self._index is None:
-            self._index = torch.from_numpy(np.concatenate(self._parts)).to(self._flat.device)
+            self._index = upload(np.concatenate(self._parts), self._flat.device)
         return self._index

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -306,11 +307,11 @@ class ModelRunner:
     def run(self, batch: StepBatch, cache: PagedKvCache) -> StepResult:
         """One step: K/V of all rows written, then attention, then sampling."""
         logits = self.forward(batch, cache)
-        failures = _bad_kv(batch, cache, self._groups, self._states)
+        check = KvCheck.launch(batch, cache, self._groups, self._states)
         if batch.sampling is None:
-            return StepResult(np.zeros(0, dtype=np.int32), failures=failures)
+            return StepResult(np.zeros(0, dtype=np.int32), failures=check.failures())
         result = sample(logits, batch.sampling)
-        failures += [
+        failures = check.failures() + [
             RowFailure(
                 int(batch.sampling.rows[index]),
                 "NON_FINITE_LOGITS",
@@ -324,7 +325,7 @@ class ModelRunner:
     def follow(self, batch: StepBatch, cache: PagedKvCache) -> list[RowFailure]:
         """One step without sampling, for a rank that another one samples for. Returns rows with K/V not finite here."""
         self.forward(batch, cache)
-        return _bad_kv(batch, cache, self._groups, self._states)
+        return KvCheck.launch(batch, cache, self._groups, self._states).failures()
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, cache: PagedKvCache) -> torch.Tensor:
@@ -410,36 +411,49 @@ class ModelRunner:
         return upload(column.astype(np.int64), self._device).unsqueeze(0)
 
 
-def _bad_kv(batch: StepBatch, cache: PagedKvCache, groups: LayerGroups, states: StateLayers | None) -> list[RowFailure]:
-    """A failure for each of `_rows_with_bad_kv`."""
-    message = "what the row computed for its last layer's K/V or state is NaN or infinite"
-    return [RowFailure(row, "NON_FINITE_KV", message) for row in _rows_with_bad_kv(batch, cache, groups, states)]
-
-
-def _rows_with_bad_kv(
-    batch: StepBatch, cache: PagedKvCache, groups: LayerGroups, states: StateLayers | None
-) -> list[int]:
-    """Rows without sampling whose K/V or state is not finite: no logits would tell, and their blocks would become hits.
+@dataclass(frozen=True)
+class KvCheck:
+    """Whether rows without sampling have finite K/V, or state: no logits would tell, and their blocks would be hits.
 
     The last layer's K/V tells of the others: each token attends to itself and to those before it, so what is not finite
     in one layer makes the hidden state, and with it the K/V of every later layer, NaN. (An infinite key all of whose
     scores are -inf is ignored by attention, and here.) A state that is not finite never is again: a row's newest one
     tells. Where every row samples, as in decoding, there is nothing to do.
+
+    It is launched behind the step and read behind the sampling, so that the host waits for the device once.
+
+    Shape:
+        rows: (n,), the row of each token, or state, that is looked at; finite: (n,) bool, on the device.
     """
-    silent_row = np.ones(batch.num_rows, dtype=bool)
-    if batch.sampling is not None:
-        silent_row[batch.sampling.rows] = False
-    if not silent_row.any():
-        return []
-    rows = np.repeat(np.arange(batch.num_rows), np.diff(batch.query_indptr))
-    silent = silent_row[rows]
-    group, page = groups.group_of[-1], groups.page_of[-1]
-    if groups.windows[group] == STATE:
-        assert states is not None
-        chosen, table = np.flatnonzero(silent_row), batch.tables[group]
-        newest = table.block_ids[table.block_indptr[chosen + 1] - 1].astype(np.int64)
-        finite = states.are_finite(cache, page, torch.from_numpy(newest).to(cache.keys[page].device))
-        return chosen[~finite.cpu().numpy()].tolist()  # type: ignore[no-any-return]
-    slots = torch.from_numpy(batch.slot_mappings[group][silent]).to(cache.keys[page].device)
-    finite = cache.is_finite(page, slots)
-    return np.unique(rows[silent][~finite.cpu().numpy()]).tolist()  # type: ignore[no-any-return]
+
+    rows: npt.NDArray[np.int64]
+    finite: torch.Tensor | None
+
+    @classmethod
+    def launch(cls, batch: StepBatch, cache: PagedKvCache, groups: LayerGroups, states: StateLayers | None) -> KvCheck:
+        """Look at what a step has written; the step need not be done."""
+        silent_row = np.ones(batch.num_rows, dtype=bool)
+        if batch.sampling is not None:
+            silent_row[batch.sampling.rows] = False
+        chosen = np.flatnonzero(silent_row)
+        if not len(chosen):
+            return cls(chosen, None)
+        group, page = groups.group_of[-1], groups.page_of[-1]
+        device = cache.keys[page].device
+        if groups.windows[group] == STATE:
+            assert states is not None
+            table = batch.tables[group]
+            newest = table.block_ids[table.block_indptr[chosen + 1] - 1].astype(np.int64)
+            return cls(chosen, states.are_finite(cache, page, upload(newest, device)))
+        rows = np.repeat(np.arange(batch.num_rows), np.diff(batch.query_indptr))
+        silent = silent_row[rows]
+        slots = upload(batch.slot_mappings[group][silent], device)
+        return cls(rows[silent], cache.is_finite(page, slots))
+
+    def failures(self) -> list[RowFailure]:
+        """A failure for each row that has something not finite; waits for the device."""
+        if self.finite is None:
+            return []
+        message = "what the row computed for its last layer's K/V or state is NaN or infinite"
+        bad = np.unique(self.rows[~self.finite.cpu().numpy()]).tolist()
+        return [RowFailure(row, "NON_FINITE_KV", message) for row in bad]

@@ -18,10 +18,13 @@ import numpy.typing as npt
 import torch
 
 from executor_service.backends.base import Float32, Int32, RowLogprobs, SamplingBatch, TokenSampling
+from executor_service.devices import upload
 from executor_service.logits import adjust_logits, changes_logits
 
 # Rows are handled in portions of at most this many logits, so that the workspace does not grow with the batch.
 _PORTION_ELEMENTS = 2 * 1024 * 1024
+# A GPU needs larger ones to be busy, and each makes the host wait for it several times.
+_GPU_PORTION_ELEMENTS = 16 * 1024 * 1024
 # Candidates looked at before a whole row is sorted.
 _FEW = 256
 
@@ -50,20 +53,19 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampleResult:
         or +inf, or because nothing is left to choose (all -inf).
     """
     params = [batch.params[index] for index in batch.params_index]
-    highest, greedy = logits.max(dim=-1)
-    finite = torch.isfinite(highest).cpu().numpy()
-    tokens = greedy.to(torch.int32).cpu().numpy()
+    tokens = _greedy(*logits.max(dim=-1))
+    finite = tokens >= 0
     extras = np.array([p.temperature > 0.0 or changes_logits(p) for p in params], dtype=bool)
-    for rows in _portions(np.flatnonzero(extras & finite), logits.shape[1]):
-        chosen = _sample_portion(logits[torch.from_numpy(rows)].float(), rows, params, batch)
+    for rows in _portions(np.flatnonzero(extras & finite), logits):
+        chosen = _sample_portion(logits[upload(rows, logits.device)].float(), rows, params, batch)
         tokens[rows] = chosen
         finite[rows] &= chosen >= 0
     tokens[~finite] = -1
     wanted = np.flatnonzero(np.array([p.num_logprobs >= 0 for p in params], dtype=bool) & finite)
     logprobs: dict[int, RowLogprobs] = {}
-    for rows in _portions(wanted, logits.shape[1]):
+    for rows in _portions(wanted, logits):
         counts = [params[row].num_logprobs for row in rows]
-        found = _row_logprobs(logits[torch.from_numpy(rows)].float(), tokens[rows], counts)
+        found = _row_logprobs(logits[upload(rows, logits.device)].float(), tokens[rows], counts)
         logprobs.update(zip(rows.tolist(), found, strict=True))
     return SampleResult(tokens, logprobs, tuple(np.flatnonzero(~finite).tolist()))
 
@@ -90,9 +92,15 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return bits ^ (bits >> np.uint64(31))
 
 
-def _portions(rows: npt.NDArray[np.int64], vocab_size: int) -> Iterator[npt.NDArray[np.int64]]:
+def _greedy(highest: torch.Tensor, places: torch.Tensor) -> Int32:
+    """The likeliest token of each row, -1 where its logit is not finite, in one transfer. Shape: all (B,)."""
+    return torch.where(torch.isfinite(highest), places, -1).to(torch.int32).cpu().numpy()
+
+
+def _portions(rows: npt.NDArray[np.int64], logits: torch.Tensor) -> Iterator[npt.NDArray[np.int64]]:
     """Split rows so that each part has a bounded number of logits."""
-    size = max(1, _PORTION_ELEMENTS // vocab_size)
+    most = _PORTION_ELEMENTS if logits.device.type == "cpu" else _GPU_PORTION_ELEMENTS
+    size = max(1, most // logits.shape[1])
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
 
@@ -104,26 +112,25 @@ def _sample_portion(
     own = [params[row] for row in rows]
     adjust_logits(logits, own, [batch.histories.get(int(row)) for row in rows])
     highest, greedy = logits.max(dim=-1)
-    tokens = greedy.to(torch.int32).cpu().numpy()
-    alive = torch.isfinite(highest).cpu().numpy()
+    tokens = _greedy(highest, greedy)
+    alive = tokens >= 0
     random = np.array([p.temperature > 0.0 for p in own], dtype=bool) & alive
     cut = np.array([p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in own], dtype=bool)
     numbers = uniform(batch.seeds[rows], batch.positions[rows])
     for kind, draw in ((random & ~cut, _draw_from_all), (random & cut, _draw_from_cut)):
         which = np.flatnonzero(kind)
         if len(which):
-            index = torch.from_numpy(which).to(logits.device)
-            heat = torch.tensor([own[i].temperature for i in which], dtype=torch.float32, device=logits.device)
+            index = upload(which, logits.device)
+            heat = upload(np.array([own[i].temperature for i in which], dtype=np.float32), logits.device)
             # The largest is taken off before the division, so that no temperature can overflow.
             scaled = (logits[index] - highest[index, None]) / heat[:, None]
             tokens[which] = draw(scaled, [own[i] for i in which], numbers[which])
-    tokens[~alive] = -1
     return tokens
 
 
 def _draw_from_all(scaled: torch.Tensor, params: list[TokenSampling], numbers: npt.NDArray[np.float64]) -> Int32:
     """Inverse CDF over the whole vocabulary, in the order of token ids. Shape: scaled (B, V), the largest 0."""
-    return _inverse_cdf(scaled.double().exp_().cumsum_(dim=-1), numbers)
+    return _inverse_cdf(scaled.double().exp_().cumsum_(dim=-1), numbers).to(torch.int32).cpu().numpy()
 
 
 def _draw_from_cut(scaled: torch.Tensor, params: list[TokenSampling], numbers: npt.NDArray[np.float64]) -> Int32:
@@ -139,7 +146,7 @@ def _draw_from_cut(scaled: torch.Tensor, params: list[TokenSampling], numbers: n
     tokens = _pick(weights, cumulative, ids, cut, numbers)
     undecided = np.flatnonzero(~(sure & cut.decided_by(weights, cumulative)).cpu().numpy())
     if len(undecided):
-        index = torch.from_numpy(undecided).to(scaled.device)
+        index = upload(undecided, scaled.device)
         values, ids = torch.sort(scaled[index], dim=-1, descending=True, stable=True)
         weights = values.double().exp_()
         tokens[undecided] = _pick(weights, weights.cumsum(dim=-1), ids, cut.rows(index), numbers[undecided])
@@ -160,9 +167,9 @@ class _Cut:
     def of(cls, params: list[TokenSampling], scaled: torch.Tensor) -> _Cut:
         """The rows' limits; a top_k of 0 is the whole vocabulary."""
         vocab_size, device = scaled.shape[1], scaled.device
-        top_k = torch.tensor([min(p.top_k or vocab_size, vocab_size) for p in params], device=device)
-        top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
-        min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)
+        top_k = upload(np.array([min(p.top_k or vocab_size, vocab_size) for p in params], dtype=np.int64), device)
+        top_p = upload(np.array([p.top_p for p in params], dtype=np.float64), device)
+        min_p = upload(np.array([p.min_p for p in params], dtype=np.float64), device)
         # Row by row: a reduction over many rows may add up in another order than over one.
         mass = torch.stack([row.double().exp_().sum() for row in scaled])
         return cls(top_k, top_p, min_p, mass, vocab_size)
@@ -201,18 +208,22 @@ def _pick(
     kept = cut.kept(weights, cumulative)
     # Past the end of what is kept the cumulative weight just stays.
     total = cumulative.gather(1, kept.sum(dim=-1, keepdim=True) - 1)
-    place = torch.from_numpy(_inverse_cdf(torch.where(kept, cumulative, total), numbers).astype(np.int64))
-    return ids.gather(1, place.to(ids.device)[:, None])[:, 0].to(torch.int32).cpu().numpy()
+    place = _inverse_cdf(torch.where(kept, cumulative, total), numbers)
+    return ids.gather(1, place[:, None])[:, 0].to(torch.int32).cpu().numpy()
 
 
-def _inverse_cdf(cumulative: torch.Tensor, numbers: npt.NDArray[np.float64]) -> Int32:
-    """First index whose cumulative weight exceeds u times the total. Shape: cumulative (B, C), never falling."""
+def _inverse_cdf(cumulative: torch.Tensor, numbers: npt.NDArray[np.float64]) -> torch.Tensor:
+    """First index whose cumulative weight exceeds u times the total.
+
+    Shape:
+        cumulative: (B, C), never falling; returns (B,) int64, on its device.
+    """
     total = cumulative[:, -1:].contiguous()
-    target = torch.from_numpy(numbers).to(cumulative.device)[:, None] * total
+    target = upload(numbers, cumulative.device)[:, None] * total
     index = torch.searchsorted(cumulative, target, right=True)
     # Rounding may lift the target to the total itself: the last token that has weight is meant.
     last = torch.searchsorted(cumulative, total, right=False)
-    return torch.minimum(index, last)[:, 0].to(torch.int32).cpu().numpy()
+    return torch.minimum(index, last)[:, 0]
 
 
 def _likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -235,7 +246,7 @@ def _likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
 def _row_logprobs(logits: torch.Tensor, tokens: Int32, counts: list[int]) -> list[RowLogprobs]:
     """Log probabilities of the produced token and the `counts[i]` likeliest. Shape: logits (B, V), tokens (B,)."""
     norm = torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
-    produced = logits.gather(1, torch.from_numpy(tokens.astype(np.int64)).to(logits.device)[:, None])
+    produced = logits.gather(1, upload(tokens.astype(np.int64), logits.device)[:, None])
     most = min(max(counts), logits.shape[1])
     values, ids = produced[:, :0], torch.zeros((len(counts), 0), dtype=torch.int64, device=logits.device)
     if most:

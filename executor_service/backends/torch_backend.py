@@ -32,7 +32,7 @@ from executor_service.backends.torch_graphs import StepRecording
 from executor_service.backends.torch_loading import prepare_model
 from executor_service.backends.torch_memory import MemoryBudget
 from executor_service.backends.torch_model import PagedModel
-from executor_service.devices import resolve_device
+from executor_service.devices import make_current, resolve_device
 from executor_service.gguf_conversion import default_cache_dir
 from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.kernels.native_paged import NativeKernels
@@ -76,6 +76,7 @@ class TorchBackend(Backend):
     def load(self) -> ModelInfo:
         """Load the weights and learn the K/V geometry; see the base class."""
         config, device = self._config, self._device
+        make_current(device)  # of this thread, in which all the other calls come, too
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         if device.type == "cpu":

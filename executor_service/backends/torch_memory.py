@@ -93,8 +93,12 @@ class MemoryBudget:
         num_host_blocks = self._config.swap_space // layout.bytes_per_block
         self._admit_host_blocks(num_host_blocks * layout.bytes_per_block)
         recording.choose_sizes(model, max_num_seqs)
-        with PeakMeter(self._device) as meter:
-            self._run_worst_step(model, recording, max_num_batched_tokens, max_num_seqs)
+        try:
+            with PeakMeter(self._device) as meter:
+                self._run_worst_step(model, recording, max_num_batched_tokens, max_num_seqs)
+        finally:
+            # Not before the meter is read: what the driver keeps of each recorded launch is in no pool of torch's.
+            recording.drop(model)
         release_free_memory(self._device)
         total = total_memory(self._device, self._config.memory_limit)
         host_bytes = 0
@@ -155,7 +159,7 @@ class MemoryBudget:
     def _run_worst_step(
         self, model: PagedModel, recording: StepRecording, max_num_batched_tokens: int, max_num_seqs: int
     ) -> None:
-        """The step that needs most memory, over a scratch cache of a few blocks."""
+        """The step that needs most memory, over a scratch cache of a few blocks. Recorded steps are left there."""
         loaded, layout, windows = model.loaded, model.layout, model.groups.windows
         attending = [window for window in windows if window != STATE]
         scratch = PagedKvCache(layout, SCRATCH_BLOCKS, self._device, model.codecs)
@@ -183,7 +187,6 @@ class MemoryBudget:
         del reserved
         # Copies run before a step, never beside it.
         torch.ones(copy_workspace_bytes(layout), dtype=torch.uint8, device=self._device)
-        recording.drop(model)
 
     def _run_with_adapters(
         self, model: PagedModel, adapters: LoraAdapters, batch: StepBatch, scratch: PagedKvCache

@@ -59,13 +59,12 @@ def factors_of_rows(states, keys, scale):  # type: ignore[no-untyped-def]
     Over a cache of 8-bit floats that is float16: it holds all of their numbers, and they become it in one instruction,
     where bfloat16 takes four and a unit that is slow. What a query has beyond its range is part of the row's factor.
     """
-    M: tl.constexpr = states.shape[0]
     if keys.dtype.element_ty.primitive_bitwidth == 8 and states.dtype == tl.bfloat16:
         wide = states.to(tl.float32)
         excess = tl.maximum(tl.max(tl.abs(wide), 1) / 32768.0, 1.0)[:, None]
         return (wide / excess).to(tl.float16), excess * scale
     else:  # noqa: RET505 - one of them is compiled
-        return states, tl.full((M, 1), scale, tl.float32)
+        return states, tl.full((states.shape[0], 1), scale, tl.float32)
 
 
 @triton.jit

@@ -60,7 +60,7 @@ def tile_bounds(  # type: ignore[no-untyped-def]
     """
     if not HAS_WINDOW:
         return 0, (first_query + 1) // BLOCK_N * BLOCK_N
-    if IN_CHUNKS:
+    if IN_CHUNKS:  # noqa: SIM108 - one of them is compiled
         first = first_query // window * window
     else:
         first = tl.maximum(first_query - window + 1, 0)

@@ -366,7 +366,6 @@ def _require_types(target: Target, device: torch.device, dtype: torch.dtype, kv_
     if kv_dtype is torch.float8_e4m3fn and capability < (8, 9):
         raise BackendError(
             "BAD_CONFIG",
-            f"expected a GPU of compute capability 8.9 for fp8_e4m3, got {name}; "
-            "set --kv-cache-dtype auto or fp8_e5m2",
+            f"expected a GPU of compute capability 8.9 for fp8_e4m3, got {name}; set --kv-cache-dtype auto or fp8_e5m2",
             kv_cache_dtype=str(kv_dtype),
         )
