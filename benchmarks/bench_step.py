@@ -1,9 +1,10 @@
 """Steps of a model on a CPU, in this process: all layers in one call, and one by one, in turn.
 
-    python -m benchmarks.bench_step [--model PATH] [--dtype bfloat16] [--threads 2] [--rounds 9] [--json]
+    python -m benchmarks.bench_step [--model PATH] [--dtype bfloat16] [--threads 2] [--rounds 9] [--cpu-time] [--json]
 
 A workload is rows of so many new tokens at the end of so much context, of which they may share the first tokens. Tables
 are in order, as a pool that is new hands blocks out. Medians, in ms; one by one is what a step with adapters takes.
+On a machine that does other work too, go by --cpu-time with one thread.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from benchmarks.steps import BLOCK_SIZE, StepRow, make_step
 from executor_service.backends.base import StepBatch
@@ -40,8 +41,13 @@ def workload_step(rows: int, new: int, context: int, shared: int) -> StepBatch:
     return make_step([StepRow(tokens, context - new, table) for table in tables])
 
 
-def measure(backend: TorchBackend, layers: Sequence[FusedLayer], rounds: int) -> dict[str, dict[str, float]]:
-    """Median milliseconds of each workload, together and, where layers are stacked, apart."""
+def measure(
+    backend: TorchBackend,
+    layers: Sequence[FusedLayer],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, dict[str, float]]:
+    """Median milliseconds of each workload, together and, where layers are stacked, apart. Units: clock in seconds."""
     stack = layers[0].stack if layers else None
     found: dict[str, dict[str, float]] = {}
     for name, shape in WORKLOADS.items():
@@ -51,10 +57,10 @@ def measure(backend: TorchBackend, layers: Sequence[FusedLayer], rounds: int) ->
             for side, own in times.items():
                 for layer in layers:
                     layer.stack = stack if side == "together" else None
-                started = time.perf_counter()
+                started = clock()
                 backend.execute(step)
                 if turn:  # the first warms up
-                    own.append((time.perf_counter() - started) * 1e3)
+                    own.append((clock() - started) * 1e3)
         for layer in layers:
             layer.stack = stack
         found[name] = {side: statistics.median(own) for side, own in times.items()}
@@ -68,6 +74,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="measure the process's CPU time in place of the clock's"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if not args.model:
@@ -81,11 +90,11 @@ def main() -> None:
     backend.initialize_kv_cache(1 + max(rows * -(-context // BLOCK_SIZE) for rows, _, context, _ in WORKLOADS.values()))
     assert backend._model is not None
     layers = [module for module in backend._model.loaded.model.modules() if isinstance(module, FusedLayer)]
-    found = measure(backend, layers, args.rounds)
+    found = measure(backend, layers, args.rounds, time.process_time if args.cpu_time else time.perf_counter)
     if args.json:
         print(json.dumps(found))
         return
-    print(f"{args.dtype}, {args.threads} threads, medians of {args.rounds}, ms")
+    print(f"{args.dtype}, {args.threads} threads, medians of {args.rounds}, ms{' of CPU time' * args.cpu_time}")
     for name, times in found.items():
         ratio = f"  apart / together {times['apart'] / times['together']:4.2f}" if "apart" in times else ""
         print(f"  {name:36}", *(f"{side} {took:8.1f}" for side, took in times.items()), ratio)
