@@ -73,7 +73,8 @@ async def _probe(stubs: Stubs, seconds: float) -> pb.GetModelResponse | _Missing
         health = await stubs.health_check(health_pb2.HealthCheckRequest(), timeout=seconds)
         if health.status != health_pb2.HealthCheckResponse.SERVING:
             status = health_pb2.HealthCheckResponse.ServingStatus.Name(health.status)
-            return _Missing("health", f"health is {status}")
+            why = "it has no executor that is ready, or drains" if status == "NOT_SERVING" else "it does not say why"
+            return _Missing("health", f"health is {status}: {why}")
         return await stubs.inference.GetModel(pb.GetModelRequest(), timeout=seconds)
     except grpc.aio.AioRpcError as rpc_error:
         error = error_from_rpc(rpc_error)

@@ -104,7 +104,8 @@ def chat(
     """Talk with the model; the help text is _HELP."""
     with generation_session(server, as_json=as_json, wait=wait) as (client, model):
         if not model.has_chat_template:
-            raise CommandError(f"model {model.name} has no chat template: use `kvplane generate`")
+            instead = "`kvplane generate`" if model.has_tokenizer else "`kvplane generate --token-ids 1,2,3`"
+            raise CommandError(f"model {model.name} has no chat template: use {instead}")
         conversation = _Conversation(client, options, as_json, usage, system)
         conversation.reset()
         if sys.stdin.isatty():

@@ -12,7 +12,7 @@ from kvplane_client.cli.option_panel import Panel
 from kvplane_client.cli.output import err_console, escaped, print_json, write_text
 from kvplane_client.cli.prompt_input import ids_or_text
 from kvplane_client.cli.request_options import with_request_options
-from kvplane_client.cli.session import EXIT_ERROR, generation_session
+from kvplane_client.cli.session import EXIT_ERROR, CommandError, generation_session
 from kvplane_client.client import SyncGenerationStream
 from kvplane_client.types import (
     ChatMessage,
@@ -109,14 +109,14 @@ def generate(
         options["n"] = num_outputs
     if request_id is not None:
         options["request_id"] = request_id
-    with (
-        generation_session(server, as_json=as_json, wait=wait) as (client, model),
-        client.stream(full_prompt, **options) as output,
-    ):
-        if num_outputs > 1:
-            last = outputs_out(output, num_outputs, as_json=as_json, stream=stream, as_ids=not model.has_tokenizer)
-        else:
-            last = stream_out(output, as_json=as_json, stream=stream, as_ids=not model.has_tokenizer)
+    with generation_session(server, as_json=as_json, wait=wait) as (client, model):
+        if not model.has_tokenizer and token_ids is None:
+            raise CommandError(f"model {model.name} has no tokenizer: give the prompt as --token-ids 1,2,3")
+        with client.stream(full_prompt, **options) as output:
+            if num_outputs > 1:
+                last = outputs_out(output, num_outputs, as_json=as_json, stream=stream, as_ids=not model.has_tokenizer)
+            else:
+                last = stream_out(output, as_json=as_json, stream=stream, as_ids=not model.has_tokenizer)
     if last is not None:
         _tell_end(last, usage=usage, as_json=as_json, default_limit=limit if is_told_of_limit else None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -20,6 +21,7 @@ from kvplane_client.manager_types import BlockFilter, BlockInfo, BlockTrace, Req
 __all__ = ["blocks", "blocks_app", "requests", "trace"]
 
 _MAP_WIDTH = 64
+_MOST_ALIKE = 4
 _LEGEND = "█ used and cached  ▓ used  ? used, not yet acknowledged  ░ free and cached  · free"
 
 
@@ -204,11 +206,20 @@ def _state(info: BlockInfo) -> str:
 
 
 def _print_map(infos: Sequence[BlockInfo], console: Console) -> None:
-    """Prints one character a block, each line led by the id of its first place; a gap is a block not selected."""
+    """Prints one character a block, each line led by the id of its first place; a gap is a block not selected.
+
+    Of many lines that are alike the first is shown, and how many follow: an idle pool of a GPU has thousands.
+    """
     symbols = {info.block_id: _symbol(info) for info in infos}
-    for first in sorted({(block_id - 1) // _MAP_WIDTH * _MAP_WIDTH + 1 for block_id in symbols}):
-        line = "".join(symbols.get(block_id, " ") for block_id in range(first, first + _MAP_WIDTH))
-        console.print(f"{first:>7} {line}".rstrip(), markup=False)
+    firsts = sorted({(block_id - 1) // _MAP_WIDTH * _MAP_WIDTH + 1 for block_id in symbols})
+    rows = [(first, "".join(symbols.get(first + place, " ") for place in range(_MAP_WIDTH))) for first in firsts]
+    for line, alike in itertools.groupby(rows, key=lambda row: row[1]):
+        numbers = [first for first, _ in alike]
+        shown = numbers if len(numbers) <= _MOST_ALIKE else numbers[:1]
+        for first in shown:
+            console.print(f"{first:>7} {line}".rstrip(), markup=False)
+        if len(shown) < len(numbers):
+            console.print(f"      … {len(numbers) - 1} more lines like it, to {numbers[-1]}", style="dim", markup=False)
     used = sum(1 for info in infos if info.ref_cnt)
     cached = sum(1 for info in infos if info.block_hash is not None)
     console.print(_LEGEND, style="dim", markup=False)

@@ -6,6 +6,7 @@ Station: the console script calls ``app``.
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from typing import Annotated
 
 import grpc
@@ -86,40 +87,52 @@ def _show_version(value: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", metavar="", callback=_show_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Holds the options of the command itself; the help text is the app's."""
 
 
-app.command()(connected(up.up))
-app.command()(connected(generate.generate))
-app.command()(connected(chat.chat))
-app.command()(connected(stats.stats))
-app.command()(connected(inventory.requests))
-app.add_typer(inventory.blocks_app, name="blocks")
-app.command()(connected(pools.pools))
-app.command()(connected(events.events))
-app.command()(connected(stats.executors))
-app.command("switch-executor")(connected(stats.switch_executor))
-app.command()(connected(stats.abort))
-app.command()(connected(pins.pin))
-app.command()(connected(pins.unpin))
-app.command()(connected(pins.pins))
-app.command("reset-cache")(connected(stats.reset_cache))
+_SERVE, _LOOK, _OPERATE, _PLAN = "Serve and generate", "Look in", "Operate", "Plan, measure, prove"
+
+
+def _add(panel: str, command: Callable[..., None], name: str | None = None) -> None:
+    """Adds a command that talks to a server."""
+    app.command(name, rich_help_panel=panel)(connected(command))
+
+
+_add(_SERVE, up.up)
+_add(_SERVE, generate.generate)
+_add(_SERVE, chat.chat)
+app.add_typer(model.app, name="model", rich_help_panel=_SERVE)
+_add(_LOOK, stats.stats)
+_add(_LOOK, inventory.requests)
+app.add_typer(inventory.blocks_app, name="blocks", rich_help_panel=_LOOK)
+_add(_LOOK, stats.executors)
+_add(_LOOK, pools.pools)
+_add(_LOOK, events.events)
+_add(_OPERATE, stats.abort)
+_add(_OPERATE, pins.pin)
+_add(_OPERATE, pins.unpin)
+_add(_OPERATE, pins.pins)
+app.add_typer(adapter.app, name="adapter", rich_help_panel=_OPERATE)
+_add(_OPERATE, stats.switch_executor, "switch-executor")
+_add(_OPERATE, stats.reset_cache, "reset-cache")
+app.command(rich_help_panel=_PLAN)(plan.plan)
 # Whatever is given to these, --help too, is for the manager's module to understand.
 for passed_through in (replay.replay, calibrate.calibrate):
     app.command(
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
         add_help_option=False,
+        rich_help_panel=_PLAN,
     )(passed_through)
-app.command()(plan.plan)
-app.command()(conformance.conformance)
-app.add_typer(model.app, name="model")
-app.add_typer(adapter.app, name="adapter")
+app.command(rich_help_panel=_PLAN)(conformance.conformance)
 
 
-@app.command()
+@app.command(rich_help_panel=_PLAN)
 def version(as_json: options.JsonFlag = False) -> None:
     """Print the versions of KVPlane, Python and gRPC."""
     versions = {"kvplane": __version__, "python": platform.python_version(), "grpc": str(grpc.__version__)}

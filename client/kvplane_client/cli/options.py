@@ -212,7 +212,11 @@ CacheSalt = Annotated[
 ]
 Tenant = Annotated[
     str | None,
-    _REQUEST.text("--tenant NAME", "Whose request it is: each has its share under --policy fair.", advice="shorten it"),
+    _REQUEST.text(
+        "--tenant NAME",
+        "Whose request it is: its share under --policy fair, its own cache with --isolate-tenants.",
+        advice="shorten it",
+    ),
 ]
 Adapter = Annotated[
     str | None,

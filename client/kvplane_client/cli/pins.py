@@ -17,6 +17,8 @@ from kvplane_client.manager_types import PinnedPrefix
 
 __all__ = ["pin", "pins", "unpin"]
 
+_NO_ROOM = "nothing can be: no executor is ready, or the manager's --max-pinned-fraction leaves no block"
+
 
 def pin(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The pin's name.")],
@@ -95,7 +97,8 @@ def pins(server: opt.Server = "localhost:50051", wait: opt.Wait = 0, as_json: op
         print_json(dataclasses.asdict(pinned))
         return
     if not pinned.pins:
-        out_console().print(f"nothing is pinned; pins may name {pinned.max_blocks} blocks")
+        limit = f"pins may name {pinned.max_blocks} blocks" if pinned.max_blocks else _NO_ROOM
+        out_console().print(f"nothing is pinned; {limit}")
         return
     out_console().print(_table(pinned.pins))
     out_console().print(f"pins may name {pinned.max_blocks} blocks in all", style="dim")

@@ -201,9 +201,16 @@ def _rows(capacity: Capacity) -> list[tuple[str, str]]:
     if capacity.num_groups > 1:
         rows.insert(-2, ("groups", f"{capacity.num_groups} of layers, each with blocks of its own"))
     if capacity.num_users == 0:
-        third = "a smaller --max-num-batched-tokens" if capacity.bytes_per_state else "--kv-dtype fp8"
-        rows.append(("", f"not one fits: more --memory, a shorter --context-len, or {third}"))
+        rows.append(("", f"not one fits: {_what_helps(capacity)}"))
     return rows
+
+
+def _what_helps(capacity: Capacity) -> str:
+    needed = capacity.weights_bytes + capacity.overhead_bytes
+    if needed >= capacity.usable_bytes:
+        return f"weights and overhead alone take {_gib(needed)}; more --memory, or a smaller --dtype or model"
+    third = "a smaller --max-num-batched-tokens" if capacity.bytes_per_state else "--kv-dtype fp8"
+    return f"more --memory, a shorter --context-len, or {third}"
 
 
 def _gib(size: int) -> str:

@@ -14,6 +14,7 @@ import typer
 
 from kvplane_client.cli.connection import current_access
 from kvplane_client.cli.output import err_console, error_document, escaped, print_json
+from kvplane_client.cli.unreachable import advice_for
 from kvplane_client.client import Client
 from kvplane_client.errors import DeadlineExceededError, KvPlaneError, UnavailableError
 from kvplane_client.manager_types import Model
@@ -52,9 +53,7 @@ def reported(as_json: bool, server: str = "") -> Iterator[None]:
     try:
         yield
     except UnavailableError as error:
-        advice = f"no server at {server}? Start one with `kvplane up`, wait with --wait, or name another with --server"
-        if error.reason:
-            advice = f"the manager at {server} answers but is not ready: --wait SECONDS waits for it"
+        advice = advice_for(error, server, uses_tls=current_access().credentials is not None)
         _fail(EXIT_UNAVAILABLE, error.message, error_document(error), as_json, advice)
     except DeadlineExceededError as error:
         message = "--deadline: expected the output to end in time, got no end"

@@ -241,7 +241,7 @@ async def test_wait_ready_says_what_is_missing_when_time_is_up(manager: Scripted
     await manager.stop()
     await manager.start()
     async with AsyncClient(manager.address) as client:
-        with pytest.raises(UnavailableError, match="health is NOT_SERVING"):
+        with pytest.raises(UnavailableError, match="health is NOT_SERVING: it has no executor that is ready"):
             await client.wait_ready(0.3)
 
 

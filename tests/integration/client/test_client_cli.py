@@ -13,6 +13,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -25,6 +28,7 @@ from kvplane_client.cli.main import app
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
+from tests.certificates import make_certificate
 from tests.integration.client.scripted_manager import (
     TEXT,
     ThreadedManager,
@@ -222,6 +226,22 @@ def test_unpin_and_pins(cli: Cli, threaded_manager: ThreadedManager) -> None:
         lambda request, context: succeed_with(nothing, request, context)
     ]
     assert cli("pins").stdout == "nothing is pinned; pins may name 25 blocks\n"
+    threaded_manager.scripts.unary["ListPinnedPrefixes"] = [
+        partial(succeed_with, manager_pb.ListPinnedPrefixesResponse())
+    ]
+    assert "no executor is ready" in cli("pins").stdout
+
+
+def test_text_for_a_model_without_a_tokenizer_is_refused_with_what_to_give(
+    cli: Cli, threaded_manager: ThreadedManager
+) -> None:
+    bare = pb.GetModelResponse(name="sim", max_model_len=128, vocab_size=256)
+    threaded_manager.scripts.unary["GetModel"] = [partial(succeed_with, bare)]
+    for command, advice in (("generate", "--token-ids 1,2,3"), ("chat", "`kvplane generate --token-ids 1,2,3`")):
+        result = cli(command, *(["hello"] if command == "generate" else []), stdin="hello")
+        assert result.exit_code == 1
+        assert advice in " ".join(result.stderr.split())
+    assert threaded_manager.scripts.of("Generate") == []
 
 
 def test_generate_takes_token_ids(cli: Cli, threaded_manager: ThreadedManager) -> None:
@@ -330,6 +350,47 @@ def test_unreachable_server_exits_with_3(nobody: Cli, arguments: list[str]) -> N
     assert (plain.exit_code, as_json.exit_code) == (3, 3)
     assert "kvplane up" in plain.stderr
     assert json.loads(as_json.stderr)["error"]["code"] == "UNAVAILABLE"
+
+
+def test_wait_that_ends_without_an_executor_says_that_the_manager_is_there(
+    cli: Cli, threaded_manager: ThreadedManager
+) -> None:
+    no_model = fail(grpc.StatusCode.UNAVAILABLE, "none is ready", "NO_EXECUTOR")
+    threaded_manager.scripts.unary["GetModel"] = [no_model]
+    result = cli("generate", "a", "--wait", "0.3")
+    assert result.exit_code == 3
+    told = " ".join(result.stderr.split())
+    assert "answers but is not ready" in told
+    assert "`kvplane executors` shows" in told
+    assert "kvplane up" not in told
+
+
+@pytest.mark.parametrize(
+    ("speaks_tls", "options", "advice"),
+    [
+        (True, [], "but not in plain text: with --tls or --tls-ca"),
+        (True, ["--tls"], "that nobody vouches for here: --tls-ca FILE"),
+        (False, ["--tls"], "but without TLS: leave out --tls"),
+    ],
+    ids=["plain to TLS", "not trusted", "TLS to plain"],
+)
+def test_server_that_is_there_but_not_as_asked_says_what_to_change(
+    tmp_path: Path, speaks_tls: bool, options: list[str], advice: str
+) -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    if speaks_tls:
+        made = make_certificate(tmp_path)
+        pair = (made.key.read_bytes(), made.certificate.read_bytes())
+        port = server.add_secure_port("localhost:0", grpc.ssl_server_credentials([pair]))
+    else:
+        port = server.add_insecure_port("localhost:0")
+    server.start()
+    try:
+        result = Cli(f"localhost:{port}")("stats", *options)
+    finally:
+        server.stop(None)
+    assert result.exit_code == 3
+    assert advice in " ".join(result.stderr.split())
 
 
 def test_server_without_executor_exits_with_3_and_says_that_it_is_there(
@@ -660,6 +721,23 @@ def test_blocks_draws_a_map_a_list_and_json(cli: Cli) -> None:
         "provisional": False,
         "group": 0,
     }
+
+
+def test_blocks_lines_that_are_alike_are_told_of_and_not_drawn(cli: Cli, threaded_manager: ThreadedManager) -> None:
+    """An idle pool of a GPU is thousands of lines."""
+    infos = [manager_pb.BlockInfo(block_id=block_id, ref_cnt=int(block_id == 400)) for block_id in range(1, 4_096)]
+    response = manager_pb.ListBlocksResponse(blocks=infos)
+    threaded_manager.scripts.unary["ListBlocks"] = [partial(succeed_with, response)]
+    drawn = cli("blocks").stdout.splitlines()
+    assert drawn[:-2] == [
+        "      1 " + "·" * 64,
+        "      … 5 more lines like it, to 321",
+        "    385 " + "·" * 15 + "▓" + "·" * 48,
+        "    449 " + "·" * 64,
+        "      … 55 more lines like it, to 3969",
+        "   4033 " + "·" * 63,
+    ]
+    assert drawn[-1] == "4095 blocks: 1 used, 4094 free, 0 cached"
 
 
 def test_executors_and_model_info_describe_the_server(cli: Cli) -> None:
