@@ -232,7 +232,7 @@ async def in_the_order_given(bench: Bench) -> None:
     for limits in ({"top_p": 0.9}, {"min_p": 0.5}):
         kept: set[int] = set()
         for first in (0, MAX_SEQS):
-            params = biased(1100.0, 1000.0, temperature=1000.0, **limits)
+            params = biased(20_100.0, 20_000.0, temperature=1000.0, **limits)
             samples = [Sample(params, seed) for seed in range(first, first + MAX_SEQS)]
             kept.update((await stream.step(bench.track(bench.block_size + 1).next(samples=samples))).tokens)
         bench.true({one, other} <= kept, _ORDER, f"tokens {one} and {other} with {limits}", sorted(kept))
