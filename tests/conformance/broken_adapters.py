@@ -95,6 +95,15 @@ class ListsNewestFirst(Wire):
         return pb.ListAdaptersResponse(adapters=reversed(response.adapters))
 
 
+class KeepsSourcesToItself(Wire):
+    """Does not say where an adapter comes from."""
+
+    async def LoadAdapter(self, request, context):  # noqa: N802
+        response = await self.passed(self.stub.LoadAdapter(request), context)
+        response.adapter.source = ""
+        return response
+
+
 class AnswersAnew(Wire):
     """Loads a name anew that is loaded, under another id."""
 

@@ -185,6 +185,50 @@ class TimesBackwards(Wire):
         return response
 
 
+class AnswersForFailedRows(Wire):
+    """Has a token for a row that has none."""
+
+    REASONS: frozenset[str] = frozenset({"ALL_TOKENS_SUPPRESSED"})
+
+    def answered(self, response):
+        errors = [error for error in response.row_errors if error.reason not in self.REASONS]
+        if len(errors) < len(response.row_errors):
+            response.sampled_token_ids.CopyFrom(column([max(0, one) for one in ints(response.sampled_token_ids)]))
+        del response.row_errors[:]
+        response.row_errors.extend(errors)
+        return response
+
+
+class AnswersForFedRows(AnswersForFailedRows):
+    """Has one for a row that was fed none."""
+
+    REASONS = frozenset({"FED_BY_FAILED_ROW"})
+
+
+class FailsSamplesAlone(Wire):
+    """Has a failed row fail for the last of its samples."""
+
+    def answered(self, response):
+        tokens = ints(response.sampled_token_ids)
+        failed = [place for place, token in enumerate(tokens) if token < 0]
+        for place in failed[:-1]:
+            tokens[place] = 0
+        response.sampled_token_ids.CopyFrom(column(tokens))
+        return response
+
+
+class FailsWholeSteps(Wire):
+    """Has all rows of a step fail where one does."""
+
+    def answered(self, response):
+        if response.row_errors:
+            rows = range(len(ints(response.computed_upto)))
+            del response.row_errors[:]
+            response.row_errors.extend(pb.RowError(row=row, reason="FAILED", message="failed") for row in rows)
+            response.sampled_token_ids.CopyFrom(column([-1] * len(ints(response.sampled_token_ids))))
+        return response
+
+
 class RunsStepsOutOfOrder(Wire):
     """Runs two steps that arrive together the other way round, and answers them in order."""
 

@@ -60,6 +60,12 @@ async def test_conformance_of_wire_that_runs_queued_steps_as_the_model_fails():
     assert failures(results).keys() == {"adapters/unloaded_with_steps_queued"}
 
 
+async def test_conformance_of_wire_that_keeps_sources_to_itself_fails():
+    async with broken_wire(adapters.KeepsSourcesToItself, adapters.FaultyAdapters()) as address:
+        _, results = await tried(address, ["adapters/loaded_and_listed", "adapters/loaded_again"])
+    assert "adapters/loaded_and_listed" in failures(results)
+
+
 async def test_conformance_of_wire_that_digests_names_fails():
     async with broken_wire(adapters.DigestsNames, adapters.FaultyAdapters()) as address:
         _, results = await tried(address, ["adapters/revision_of"])

@@ -35,6 +35,7 @@ BACKENDS = {
     backends.DrawsByRowLength: (["sampling/same"], {"sampling/same_token_however_computed"}),
     backends.ReadsBeforeItWrites: (["tables/"], {"tables/shared_prefix_filled_now", "tables/prompt_cut_into_rows"}),
 }
+FAILING = {"rows/row_that_fails_alone", "rows/row_fails_for_all_its_samples", "rows/fed_by_a_failed_row"}
 WIRES = {
     wires.IgnoresFeeds: (["feeds/"], {"feeds/chain_sent_ahead", "feeds/crosswise", "feeds/nothing_kept"}),
     wires.AcceptsAnyEpoch: (["epochs/"], {"epochs/step_of_another", "epochs/step_after_a_reset"}),
@@ -42,6 +43,10 @@ WIRES = {
     wires.LosesTagsOfCopies: (["copies/"], {"copies/target_tagged_at_once"}),
     wires.ForgetsATerm: (["handshake/profile_"], {"handshake/profile_adds_up"}),
     wires.TimesBackwards: (["steps/sent", "tags/any_bytes"], {"steps/sent_ahead", "tags/any_bytes"}),
+    wires.AnswersForFailedRows: (["rows/"], FAILING),
+    wires.AnswersForFedRows: (["rows/"], {"rows/fed_by_a_failed_row"}),
+    wires.FailsSamplesAlone: (["rows/"], {"rows/row_fails_for_all_its_samples"}),
+    wires.FailsWholeSteps: (["rows/"], FAILING),
     wires.RunsStepsOutOfOrder: (["steps/"], {"steps/blocks_handed_on", "steps/chunks_queued"}),
     wires.AnswersMalformedSteps: (["malformed/block_", "tags/too_long"], {"malformed/block_null", "tags/too_long"}),
     wires.HarmsKvOfOthers: (["malformed/block_"], {"malformed/block_null", "malformed/block_beyond_cache"}),

@@ -6,6 +6,7 @@ for a judge to say.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,9 @@ _ROW_ERRORS = (
     "ExecuteResponse.row_errors: row_errors are rows that failed alone, such as non-finite logits; the others are good."
 )
 _SAMPLED = "ExecuteResponse.sampled_token_ids: sampled_token_ids has S values, in the order of SamplingBatch.rows"
+_NOT_SAMPLED = "ExecuteResponse.sampled_token_ids: -1 for a row in row_errors."
+_REASONS = "RowError.reason: reason is UPPER_SNAKE_CASE"
+_REASON = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*")
 _UPTO = (
     "ExecuteResponse.computed_upto: computed_upto has R values: how many tokens of the row's sequence have K/V in the "
     "cache now."
@@ -41,11 +45,19 @@ _LIKELIEST = "LogprobsBatch.indptr: None, or the produced token first and then t
 
 @dataclass(frozen=True)
 class SentStep:
-    """A step that is not answered yet. samples: the row of each and how it is drawn."""
+    """A step that is not answered yet.
+
+    Attributes:
+        step_id: Its id.
+        rows: What it computes.
+        samples: The row of each and how it is drawn.
+        fails: The rows that cannot but fail.
+    """
 
     step_id: int
     rows: Sequence[Row]
     samples: Sequence[tuple[int, Sample]]
+    fails: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -75,21 +87,39 @@ def checked_answer(sent: SentStep, response: pb.ExecuteResponse, *, kv_epoch: in
     """
     checks.equal(response.step_id, sent.step_id, _ORDER)
     checks.equal(response.kv_epoch, kv_epoch, _EPOCH)
-    checks.equal([error.reason for error in response.row_errors], [], _ROW_ERRORS)
+    failed = {error.row: error.reason for error in response.row_errors}
+    wanted = "no row" if not sent.fails else f"rows {sorted(sent.fails)}"
+    one_each = failed.keys() == sent.fails and len(response.row_errors) == len(failed)
+    checks.true(one_each, _ROW_ERRORS, wanted, [(error.row, error.reason) for error in response.row_errors])
+    for reason in failed.values():
+        checks.true(_REASON.fullmatch(reason) is not None, _REASONS, "a reason in UPPER_SNAKE_CASE", reason)
     tokens = checks.ints(response.sampled_token_ids, "sampled_token_ids")
     checks.equal(len(tokens), len(sent.samples), _SAMPLED)
-    good = all(0 <= token < vocab_size for token in tokens)
-    checks.true(good, _SAMPLED, f"ids in [0, {vocab_size})", tokens)
-    checks.equal(checks.ints(response.computed_upto, "computed_upto"), [row.end for row in sent.rows], _UPTO)
+    for token, (row, _) in zip(tokens, sent.samples, strict=True):
+        if row in failed:
+            checks.equal(token, -1, _NOT_SAMPLED)
+        else:
+            checks.true(0 <= token < vocab_size, _SAMPLED, f"ids in [0, {vocab_size})", tokens)
+    _check_computed(sent, checks.ints(response.computed_upto, "computed_upto"))
     for name, contract in _TIMES.items():
         took = getattr(response, name)
         checks.true(took >= 0, contract, "at least 0", took)
     return Answer(response, _outputs(sent, response, tokens))
 
 
+def _check_computed(sent: SentStep, computed_upto: list[int]) -> None:
+    """Checks what is said to be in the cache: a row that failed may have less than the step asked for."""
+    ends = [row.end for row in sent.rows]
+    settled = [
+        min(max(upto, 0), end) if row in sent.fails else end
+        for row, (end, upto) in enumerate(zip(ends, computed_upto, strict=False))
+    ]
+    checks.equal(computed_upto, settled if len(settled) == len(ends) else ends, _UPTO)
+
+
 def _outputs(sent: SentStep, response: pb.ExecuteResponse, tokens: list[int]) -> list[Output]:
     """Puts tokens and log probabilities together."""
-    wanted = [sample.params.num_logprobs + 1 for _, sample in sent.samples]
+    wanted = [0 if row in sent.fails else sample.params.num_logprobs + 1 for row, sample in sent.samples]
     if not any(wanted):
         return [Output(token, ()) for token in tokens]
     message = response.logprobs

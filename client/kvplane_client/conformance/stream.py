@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import grpc
@@ -50,6 +50,7 @@ class Stream:
         feeds: bool = False,
         tags: dict[int, bytes] | None = None,
         copies: Sequence[Copy] = (),
+        fails: Collection[int] = (),
     ) -> pb.ExecuteRequest:
         """Lays out the next step, and takes note of it as the next to be sent.
 
@@ -58,6 +59,7 @@ class Stream:
             feeds: Whether rows are fed from the step before.
             tags: By logical block.
             copies: Logical blocks.
+            fails: The rows that cannot but fail.
         """
         notes, geometry = self._notes, self._notes.target.geometry
         for row in rows:
@@ -70,7 +72,7 @@ class Stream:
             for index, row in enumerate(rows)
             for one in ([notes.greedy] if row.samples is None else row.samples)
         ]
-        self._sent.append(SentStep(self.last_step_id, rows, samples))
+        self._sent.append(SentStep(self.last_step_id, rows, samples, frozenset(fails)))
         return build_step(geometry, self.last_step_id, notes.epoch, rows, default=notes.greedy, extras=extras)
 
     async def write(self, request: pb.ExecuteRequest) -> None:
@@ -141,7 +143,7 @@ class Stream:
         answer = checked_answer(sent, response, kv_epoch=notes.epoch, vocab_size=vocab_size)
         self._fill_in(sent)
         for (index, sample), output in zip(sent.samples, answer.outputs, strict=True):
-            if sample is notes.greedy:
+            if sample is notes.greedy and index not in sent.fails:
                 notes.note(sent.rows[index], output)
         self._sampled_before = answer.tokens
         return answer

@@ -54,6 +54,7 @@ _REVISION = (
 )
 _NAME = "LoraAdapter.name: name is what it was loaded as."
 _RANK = "LoraAdapter.rank: rank is the largest rank of its matrices."
+_SIZE = "LoraAdapter.size_bytes: size_bytes is what its weights take."
 
 _MOST_LOADED = 64
 _LARGE_RANK = 8192
@@ -79,6 +80,9 @@ async def loaded_and_listed(bench: Bench) -> None:
         bench.true(answer.adapter_id >= 1, _ID, "at least 1", answer.adapter_id)
         bench.true(1 <= len(answer.revision) <= 256, _REVISION, "1 to 256 characters", answer.revision)
         bench.true(answer.rank >= 1, _RANK, "at least 1", answer.rank)
+        bench.true(answer.size_bytes >= 1, _SIZE, "at least 1", answer.size_bytes)
+    contract = "LoraAdapter.source: source is where it was loaded from."
+    bench.equal([answer.source for answer in answers], [bench.sources.good(number) for number in (0, 1)], contract)
     bench.true(answers[0].adapter_id != answers[1].adapter_id, _ID, "two ids", answers[0].adapter_id)
     bench.true(answers[0].revision != answers[1].revision, _REVISION, "two digests", answers[0].revision)
     bench.equal(await _list(bench), answers, _LISTED)

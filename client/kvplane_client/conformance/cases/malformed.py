@@ -46,6 +46,9 @@ _SEEDS = "SamplingBatch.seeds: seeds has S values"
 _SAMPLES = "SamplingBatch: S is at most max_num_seqs as profiled."
 _LOGPROBS = "GetModelInfoResponse.max_logprobs: max_logprobs is the most top log probabilities a row may ask for."
 _HISTORIES = "PenaltyHistories.sample_index: Every sample whose params have a penalty must be here."
+_HISTORY_INDEX = (
+    "PenaltyHistories.sample_index: sample_index has P values: indices into SamplingBatch.rows, strictly growing."
+)
 _TAGS = "BlockTags.tags: tags has one entry for each of block_ids"
 _TAGGED = "BlockTags.block_ids: block_ids are the blocks, each in [1, num_blocks)."
 _COPIES = (
@@ -372,6 +375,20 @@ _sampling("history_token_beyond", "PenaltyHistories.token_ids: token_ids are pro
           lambda batch, sizes: _history(batch, [sizes.vocab_size, 0], [1, 1], [1, 2]))  # fmt: skip
 _sampling("history_indptr_falls", "PenaltyHistories.indptr: indptr has P + 1 values, from 0 and never falling.",
           "The histories' indptr falls.", lambda batch, _: _history(batch, [0, 0], [0, 0], [2, 1]))  # fmt: skip
+
+
+def _history_of(samples: Sequence[int]) -> Callable[[pb.SamplingBatch, _Sizes], None]:
+    """Penalises with histories of these samples."""
+
+    def spoil(batch: pb.SamplingBatch, _: _Sizes) -> None:
+        _history(batch, [0, 0], [0, 0], [1, 2])
+        batch.penalties.sample_index.CopyFrom(column(samples))
+
+    return spoil
+
+
+_sampling("history_index_repeated", _HISTORY_INDEX, "Two histories are of one sample.", _history_of([1, 1]))
+_sampling("history_index_beyond", _HISTORY_INDEX, "A history is of sample 2, of two.", _history_of([0, 2]))
 _sampling("history_prompt_len_beyond", "PenaltyHistories.prompt_lens: prompt_lens has P values: how many of the row's "
           "tokens are prompt.", "A history's prompt is longer than it.",
           lambda batch, _: _history(batch, [0, 0], [2, 1], [1, 2]))  # fmt: skip
@@ -424,6 +441,22 @@ _case("copy_out_beyond_host", _COPIES, "A block is copied to host block num_host
 _case("copy_in_from_beyond_host", _COPIES, "Host block num_host_blocks is copied in.",
       _copy([3], lambda sizes: [sizes.host_blocks], _resting))  # fmt: skip
 _case("copy_columns_differ", _COPIES, "There are two sources and one target.", _copy([1], _resting, lambda _: []))
+
+
+def _cut_then(spoil: Spoil, path: Callable[[pb.ExecuteRequest], common_pb2.Int32Array]) -> Spoil:
+    """Adds something to a step, less a byte of a column."""
+
+    def cut(step: pb.ExecuteRequest, sizes: _Sizes) -> None:
+        spoil(step, sizes)
+        _cut(path(step))
+
+    return cut
+
+
+_case("copy_of_odd_bytes", _BYTES, "A byte of source_ids is missing.",
+      _cut_then(_copy([1], lambda _: [1], _resting), lambda step: step.copies.source_ids))  # fmt: skip
+_case("tag_of_odd_bytes", _BYTES, "A byte of BlockTags.block_ids is missing.",
+      _cut_then(_tag(_resting, 1), lambda step: step.block_tags.block_ids))  # fmt: skip
 
 
 @TOPIC.case(_INVALID)
