@@ -82,7 +82,7 @@ async def test_conformance_of_wire_that_loads_where_there_is_no_room_fails():
 @pytest.mark.parametrize("max_loras", [1, 3])
 async def test_conformance_of_sim_executor_with_adapters_passes(windows, max_loras):
     async with broken_wire(Wire, _backend(windows, max_loras)) as address:
-        _, results = await tried(address, ["adapters/"])
+        _, results = await tried(address, ["adapters/", "adapter_files/"])
     assert failures(results) == {}
     needs_files = {result.name for result in results if "sim backend takes any text" in result.reason}
     needs_two = {"adapters/loaded_and_listed"} if max_loras == 1 else set()

@@ -222,16 +222,16 @@ LOADED = {
 async def test_conformance_of_torch_executor_with_adapters_passes_and_fails_behind_faulty_wires(model):
     """One executor: as it is, compared with NumPy, and behind each wire that says that a bad adapter was loaded."""
     reference = ReferenceModel(model)
-    bad = [f"adapters/{name}" for name in set().union(*LOADED.values())]
+    bad = [f"adapter_files/{name}" for name in set().union(*LOADED.values())]
     found = {}
     async with running_executor(config("torch", model, dtype="float32", max_loras=2)) as server:
-        _, results = await tried(server.address, ["adapters/"], model=reference)
+        _, results = await tried(server.address, ["adapters/", "adapter_files/"], model=reference)
         for fault in LOADED:
             async with wire_before(server.address, fault) as address:
                 found[fault] = failures((await tried(address, bad, model=reference))[1]).keys()
     assert failures(results) == {}
     assert skipped(results) == NEED_NO_ADAPTERS
-    assert found == {fault: {f"adapters/{name}" for name in names} for fault, names in LOADED.items()}
+    assert found == {fault: {f"adapter_files/{name}" for name in names} for fault, names in LOADED.items()}
 
 
 @pytest.mark.soak

@@ -42,7 +42,7 @@ NEED_WINDOWS = {case.name for case in selected(["windows/"])}
 """What is skipped of one without windows and chunks."""
 NEED_STATES = {case.name for case in selected(["states/"])}
 """What is skipped of one without states."""
-NEED_ADAPTERS = {case.name for case in selected(["adapters/"])} - {
+NEED_ADAPTERS = {case.name for case in selected(["adapters/", "adapter_files/"])} - {
     "adapters/none_where_none_fit", "adapters/unknown_in_a_step", "adapters/zero_is_the_model_itself",
 }  # fmt: skip
 """What is skipped of one that takes no adapters."""

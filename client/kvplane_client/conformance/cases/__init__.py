@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvplane_client.conformance.cases import (
+    adapter_files,
     adapters,
     cache,
     copies,
@@ -27,7 +28,7 @@ __all__ = ["all_cases"]
 
 _TOPICS = (
     handshake, steps, epochs, streams, tables, groups, windows, states, rows, cache, feeds, copies, tags, sampling,
-    adapters, malformed, numerics,
+    adapters, adapter_files, malformed, numerics,
 )  # fmt: skip
 
 

@@ -1,22 +1,15 @@
-"""LoRA adapters: loaded, named by rows of steps, unloaded; and what cannot be loaded."""
+"""LoRA adapters: loaded, named by rows of steps, unloaded."""
 
 from __future__ import annotations
-
-import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import grpc
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
+from kvplane_client.conformance.adapter_calls import listed, load, named, require_room, unload
 from kvplane_client.conformance.bench import Bench, Stream
 from kvplane_client.conformance.outcome import CaseSkippedError
 from kvplane_client.conformance.registry import Topic
 from kvplane_client.conformance.steps import Adapter, column
-
-if TYPE_CHECKING:
-    from kvplane_client.conformance.reference_model import ReferenceModel
 
 TOPIC = Topic("adapters")
 
@@ -26,8 +19,6 @@ _LOADS = (
 )
 _AGAIN = "ExecutorService.LoadAdapter: A name that is loaded with the same content gets the same answer again."
 _FIELD = "ExecutorService.LoadAdapter: Errors: INVALID_ARGUMENT for a bad field"
-_UNREADABLE = "ExecutorService.LoadAdapter: a source that cannot be read"
-_CANNOT_RUN = "ExecutorService.LoadAdapter: an adapter that the model or this executor cannot run"
 _ANOTHER = "ExecutorService.LoadAdapter: content other than the revision asked for"
 _EXISTS = "ExecutorService.LoadAdapter: ALREADY_EXISTS for a name that is loaded with other content"
 _FULL = "ExecutorService.LoadAdapter: RESOURCE_EXHAUSTED with max_adapters loaded"
@@ -57,7 +48,6 @@ _RANK = "LoraAdapter.rank: rank is the largest rank of its matrices."
 _SIZE = "LoraAdapter.size_bytes: size_bytes is what its weights take."
 
 _MOST_LOADED = 64
-_LARGE_RANK = 8192
 _INVALID, _PRECONDITION = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
 
 
@@ -73,8 +63,8 @@ async def none_where_none_fit(bench: Bench) -> None:
 @TOPIC.case(_LISTED)
 async def loaded_and_listed(bench: Bench) -> None:
     """What was loaded is listed as it was answered, in order, until it is unloaded."""
-    _require_room(bench, 2)
-    answers = [await _load(bench, number, f"name {2 - number} \u00e9") for number in (0, 1)]
+    require_room(bench, 2)
+    answers = [await load(bench, number, f"name {2 - number} \u00e9") for number in (0, 1)]
     for answer, name in zip(answers, ("name 2 \u00e9", "name 1 \u00e9"), strict=True):
         bench.equal(answer.name, name, _NAME)
         bench.true(answer.adapter_id >= 1, _ID, "at least 1", answer.adapter_id)
@@ -85,44 +75,44 @@ async def loaded_and_listed(bench: Bench) -> None:
     bench.equal([answer.source for answer in answers], [bench.sources.good(number) for number in (0, 1)], contract)
     bench.true(answers[0].adapter_id != answers[1].adapter_id, _ID, "two ids", answers[0].adapter_id)
     bench.true(answers[0].revision != answers[1].revision, _REVISION, "two digests", answers[0].revision)
-    bench.equal(await _list(bench), answers, _LISTED)
-    await _unload(bench, answers[0].name)
-    bench.equal(await _list(bench), answers[1:], _AWAY)
+    bench.equal(await listed(bench), answers, _LISTED)
+    await unload(bench, answers[0].name)
+    bench.equal(await listed(bench), answers[1:], _AWAY)
 
 
 @TOPIC.case(_AGAIN)
 async def loaded_again(bench: Bench) -> None:
     """A name that is loaded with the same content, at its revision or at any, gets the same answer."""
-    _require_room(bench, 1)
-    first = await _load(bench, 0)
+    require_room(bench, 1)
+    first = await load(bench, 0)
     for revision in ("", first.revision):
-        bench.equal(await _load(bench, 0, revision=revision), first, _AGAIN)
-    bench.equal(await _list(bench), [first], _AGAIN)
+        bench.equal(await load(bench, 0, revision=revision), first, _AGAIN)
+    bench.equal(await listed(bench), [first], _AGAIN)
 
 
 @TOPIC.case(_REVISION)
 async def revision_of_the_content(bench: Bench) -> None:
     """The same content has the same revision under another name, and when it is loaded anew."""
-    _require_room(bench, 1)
-    first = await _load(bench, 0, "one")
-    await _unload(bench, "one")
-    again = await _load(bench, 0, "another", revision=first.revision)
+    require_room(bench, 1)
+    first = await load(bench, 0, "one")
+    await unload(bench, "one")
+    again = await load(bench, 0, "another", revision=first.revision)
     bench.equal(again.revision, first.revision, _REVISION)
 
 
 @TOPIC.case(_ID)
 async def ids_are_not_used_again(bench: Bench) -> None:
     """What is loaded anew has an id of its own; steps that name the old one are refused."""
-    _require_room(bench, 1)
+    require_room(bench, 1)
     seen: list[Adapter] = []
     for number in (0, 1, 0):
-        adapter = _named(await _load(bench, number, "adapter"))
+        adapter = named(await load(bench, number, "adapter"))
         bench.true(adapter.adapter_id not in [one.adapter_id for one in seen], _ID, "an id not seen before",
                    adapter.adapter_id)  # fmt: skip
         seen.append(adapter)
         await bench.stream().step(bench.track(3, adapter=adapter).next())
         if len(seen) < 3:
-            await _unload(bench, "adapter")
+            await unload(bench, "adapter")
     stream = bench.stream()
     await stream.send(bench.track(3, adapter=seen[0]).next())
     await stream.error(_PRECONDITION, _NOT_LOADED, step_id=1)
@@ -131,55 +121,55 @@ async def ids_are_not_used_again(bench: Bench) -> None:
 @TOPIC.case(_EXISTS)
 async def name_of_other_content(bench: Bench) -> None:
     """A name that is loaded does not take other content: what is loaded stays, and computes what it did."""
-    _require_room(bench, 1)
-    first = await _load(bench, 0, "adapter")
-    track = bench.track(bench.block_size + 1, adapter=_named(first))
+    require_room(bench, 1)
+    first = await load(bench, 0, "adapter")
+    track = bench.track(bench.block_size + 1, adapter=named(first))
     stream = bench.stream()
     await stream.prefill(track)
     request = pb.LoadAdapterRequest(name="adapter", source=bench.sources.good(1))
     await bench.refused(bench.stub.LoadAdapter(request), grpc.StatusCode.ALREADY_EXISTS, _EXISTS)
-    bench.equal(await _list(bench), [first], _EXISTS)
+    bench.equal(await listed(bench), [first], _EXISTS)
     await stream.decode(track, 2)
 
 
 @TOPIC.case(_ANOTHER)
 async def another_revision(bench: Bench) -> None:
     """Content that is not of the revision asked for is not loaded, be the name new or loaded."""
-    _require_room(bench, 1)
-    first = await _load(bench, 0)
-    await _unload(bench, first.name)
+    require_room(bench, 1)
+    first = await load(bench, 0)
+    await unload(bench, first.name)
     wrong = pb.LoadAdapterRequest(name=first.name, source=first.source, revision=f"{first.revision}0"[-256:])
     await bench.refused(bench.stub.LoadAdapter(wrong), _INVALID, _ANOTHER)
-    bench.equal(await _list(bench), [], _ANOTHER)
-    again = await _load(bench, 0)
+    bench.equal(await listed(bench), [], _ANOTHER)
+    again = await load(bench, 0)
     await bench.refused(bench.stub.LoadAdapter(wrong), _INVALID, _ANOTHER)
-    bench.equal(await _list(bench), [again], _ANOTHER)
+    bench.equal(await listed(bench), [again], _ANOTHER)
 
 
 @TOPIC.case(_FULL)
 async def one_more_than_fit(bench: Bench) -> None:
     """With max_adapters loaded another is refused, and one of those gets its answer again; when one goes, one comes."""
     most = bench.info.max_adapters
-    _require_room(bench, 1)
+    require_room(bench, 1)
     if most > _MOST_LOADED:
         raise CaseSkippedError(f"needs an executor with room for at most {_MOST_LOADED} adapters, got {most}")
-    loaded = [await _load(bench, 0, f"adapter {number}") for number in range(most)]
+    loaded = [await load(bench, 0, f"adapter {number}") for number in range(most)]
     request = pb.LoadAdapterRequest(name="one more", source=bench.sources.good(0))
     await bench.refused(bench.stub.LoadAdapter(request), grpc.StatusCode.RESOURCE_EXHAUSTED, _FULL)
-    bench.equal(await _load(bench, 0, "adapter 0"), loaded[0], _AGAIN)
-    bench.equal(await _list(bench), loaded, _FULL)
-    track = bench.track(bench.block_size + 1, adapter=_named(loaded[0]))
+    bench.equal(await load(bench, 0, "adapter 0"), loaded[0], _AGAIN)
+    bench.equal(await listed(bench), loaded, _FULL)
+    track = bench.track(bench.block_size + 1, adapter=named(loaded[0]))
     await bench.stream().prefill(track)
-    await _unload(bench, loaded[-1].name)
+    await unload(bench, loaded[-1].name)
     await bench.call(bench.stub.LoadAdapter(request))
 
 
 @TOPIC.case(_NOT_FOUND)
 async def unloaded_twice(bench: Bench) -> None:
     """A name that is not loaded, or not any more, is NOT_FOUND."""
-    _require_room(bench, 1)
-    loaded = await _load(bench, 0)
-    await _unload(bench, loaded.name)
+    require_room(bench, 1)
+    loaded = await load(bench, 0)
+    await unload(bench, loaded.name)
     for name in (loaded.name, "never loaded"):
         call = bench.stub.UnloadAdapter(pb.UnloadAdapterRequest(name=name))
         await bench.refused(call, grpc.StatusCode.NOT_FOUND, _NOT_FOUND)
@@ -188,7 +178,7 @@ async def unloaded_twice(bench: Bench) -> None:
 @TOPIC.case(_FIELD)
 async def fields_out_of_range(bench: Bench) -> None:
     """Names and sources that are empty or too long are refused; the longest name is not."""
-    _require_room(bench, 1)
+    require_room(bench, 1)
     source = bench.sources.good(0)
     for name, where, contract in (
         ("", source, "LoadAdapterRequest.name: name to load it as, 1 to 256 characters."),
@@ -198,8 +188,8 @@ async def fields_out_of_range(bench: Bench) -> None:
     ):
         call = bench.stub.LoadAdapter(pb.LoadAdapterRequest(name=name, source=where))
         await bench.refused(call, _INVALID, contract)
-    bench.equal(await _list(bench), [], _FIELD)
-    await _load(bench, 0, "n" * 256)
+    bench.equal(await listed(bench), [], _FIELD)
+    await load(bench, 0, "n" * 256)
 
 
 @TOPIC.case(_NOT_LOADED)
@@ -234,10 +224,10 @@ async def zero_is_the_model_itself(bench: Bench) -> None:
 @TOPIC.case(_ROWS)
 async def changes_the_output(bench: Bench) -> None:
     """Four prompts give other outputs with an adapter than without."""
-    _require_room(bench, 1)
+    require_room(bench, 1)
     stream = bench.stream()
     outputs = []
-    for adapter in (None, _named(await _load(bench, 0))):
+    for adapter in (None, named(await load(bench, 0))):
         tracks = [bench.track(5, salt=salt, adapter=adapter) for salt in range(4)]
         outputs.append((await stream.step(*(track.next() for track in tracks))).outputs)
     bench.true(outputs[0] != outputs[1], _ROWS, "another output with the adapter", "the same, to the last bit")
@@ -246,11 +236,11 @@ async def changes_the_output(bench: Bench) -> None:
 @TOPIC.case(_ROWS)
 async def rows_with_and_without(bench: Bench) -> None:
     """Rows with an adapter, with another and with none stand side by side, in all orders, as prompts and as decodes."""
-    _require_room(bench, 1)
+    require_room(bench, 1)
     size = bench.block_size
-    adapters: list[Adapter | None] = [None, _named(await _load(bench, 0))]
+    adapters: list[Adapter | None] = [None, named(await load(bench, 0))]
     if bench.info.max_adapters > 1:
-        adapters.append(_named(await _load(bench, 1)))
+        adapters.append(named(await load(bench, 1)))
     tracks = [
         bench.track(size + 1 + place, salt=place % 2, adapter=adapter)
         for place, adapter in enumerate([*adapters, *reversed(adapters)])
@@ -265,9 +255,9 @@ async def rows_with_and_without(bench: Bench) -> None:
 @TOPIC.case(_ROWS)
 async def chunked_and_fed(bench: Bench) -> None:
     """With an adapter, too, chunks give what the whole prompt gives, and samples are fed to the next step."""
-    _require_room(bench, 1)
+    require_room(bench, 1)
     size = bench.block_size
-    adapter = _named(await _load(bench, 0))
+    adapter = named(await load(bench, 0))
     track, plain = bench.track(2 * size + 1, adapter=adapter), bench.track(size, salt=1)
     stream = bench.stream()
     await stream.step(track.next(size, samples=()), plain.next(samples=()))
@@ -281,28 +271,28 @@ async def chunked_and_fed(bench: Bench) -> None:
 @TOPIC.case(_LOADS)
 async def cache_stays(bench: Bench) -> None:
     """Sequences go on, with an adapter and without, while another is loaded and unloaded between their steps."""
-    _require_room(bench, 1)
-    adapter = _named(await _load(bench, 0)) if bench.info.max_adapters > 1 else None
+    require_room(bench, 1)
+    adapter = named(await load(bench, 0)) if bench.info.max_adapters > 1 else None
     tracks = [bench.track(bench.block_size + 1), bench.track(bench.block_size + 1, salt=1, adapter=adapter)]
     stream = bench.stream()
     await stream.together(*tracks)
-    other = await _load(bench, 1 if adapter else 0, "other")
+    other = await load(bench, 1 if adapter else 0, "other")
     await stream.together(*tracks)
-    await _unload(bench, other.name)
+    await unload(bench, other.name)
     await stream.together(*reversed(tracks))
 
 
 @TOPIC.case(_AWAY)
 async def base_after_unloading(bench: Bench) -> None:
     """When an adapter is gone, rows without one are the model's own again, in blocks that its rows had filled."""
-    _require_room(bench, 1)
-    loaded = await _load(bench, 0)
+    require_room(bench, 1)
+    loaded = await load(bench, 0)
     stream = bench.stream()
     blocks = bench.blocks(4)
-    track = bench.track(bench.block_size + 1, blocks=list(blocks), adapter=_named(loaded))
+    track = bench.track(bench.block_size + 1, blocks=list(blocks), adapter=named(loaded))
     await stream.prefill(track)
     await stream.decode(track, 1)
-    await _unload(bench, loaded.name)
+    await unload(bench, loaded.name)
     base = bench.track(bench.block_size + 1, blocks=list(blocks))
     await stream.prefill(base)
     await stream.decode(base, 2)
@@ -311,16 +301,16 @@ async def base_after_unloading(bench: Bench) -> None:
 @TOPIC.case(_AWAY)
 async def stays_with_a_new_cache(bench: Bench) -> None:
     """Nothing but UnloadAdapter takes an adapter away: it is there after a Reset, and after a new cache."""
-    _require_room(bench, 1)
-    loaded = await _load(bench, 0)
+    require_room(bench, 1)
+    loaded = await load(bench, 0)
     bench.epoch = (await bench.call(bench.stub.Reset(pb.ResetRequest(kv_epoch=bench.epoch)))).kv_cache.kv_epoch
-    await bench.stream().prefill(bench.track(bench.block_size + 1, adapter=_named(loaded)))
+    await bench.stream().prefill(bench.track(bench.block_size + 1, adapter=named(loaded)))
     sizes = await bench.cache()
     assert sizes is not None
     request = pb.InitializeKvCacheRequest(num_blocks=sizes.num_blocks, num_host_blocks=sizes.num_host_blocks)
     bench.epoch = (await bench.call(bench.stub.InitializeKvCache(request))).kv_cache.kv_epoch
-    bench.equal(await _list(bench), [loaded], _AWAY)
-    track = bench.track(bench.block_size + 1, salt=1, adapter=_named(loaded))
+    bench.equal(await listed(bench), [loaded], _AWAY)
+    track = bench.track(bench.block_size + 1, salt=1, adapter=named(loaded))
     stream = bench.stream()
     await stream.prefill(track)
     await stream.decode(track, 1)
@@ -329,13 +319,13 @@ async def stays_with_a_new_cache(bench: Bench) -> None:
 @TOPIC.case(_AFTERWARDS)
 async def unloaded_between_steps(bench: Bench) -> None:
     """A step that names what was unloaded is refused, and harms nothing."""
-    _require_room(bench, 1)
-    loaded = await _load(bench, 0)
+    require_room(bench, 1)
+    loaded = await load(bench, 0)
     resting = bench.track(bench.block_size + 1)
-    track = bench.track(bench.block_size + 1, salt=1, adapter=_named(loaded))
+    track = bench.track(bench.block_size + 1, salt=1, adapter=named(loaded))
     stream = bench.stream()
     await stream.together(resting, track)
-    await _unload(bench, loaded.name)
+    await unload(bench, loaded.name)
     await stream.send(track.next(samples=()))
     await stream.error(_PRECONDITION, _AFTERWARDS, step_id=2)
     await bench.unharmed(resting)
@@ -344,204 +334,19 @@ async def unloaded_between_steps(bench: Bench) -> None:
 @TOPIC.case(_AFTERWARDS)
 async def unloaded_with_steps_queued(bench: Bench) -> None:
     """An adapter is unloaded while steps that name it are queued: each is computed with it, or refused."""
-    _require_room(bench, 1)
-    loaded = await _load(bench, 0)
+    require_room(bench, 1)
+    loaded = await load(bench, 0)
     resting = bench.track(bench.block_size + 1)
     stream = bench.stream()
     await stream.prefill(resting)
     for salt in range(1, 4):
-        await stream.send(bench.track(2 * bench.block_size, salt=salt, adapter=_named(loaded)).next())
-    await _unload(bench, loaded.name)
+        await stream.send(bench.track(2 * bench.block_size, salt=salt, adapter=named(loaded)).next())
+    await unload(bench, loaded.name)
     await _answered_or_refused(stream, 3)
-    bench.equal(await _list(bench), [], _AWAY)
+    bench.equal(await listed(bench), [], _AWAY)
     await bench.unharmed(resting)
-    again = _named(await _load(bench, 0))
+    again = named(await load(bench, 0))
     await bench.stream().prefill(bench.track(bench.block_size, salt=1, adapter=again))
-
-
-@TOPIC.case(_UNREADABLE)
-async def sources_that_lead_nowhere(bench: Bench) -> None:
-    """Paths that are not there, that climb out of folders, or that are none are refused; a good one is loaded then."""
-    _require_room(bench, 1)
-    if bench.info.backend == "sim":
-        raise CaseSkippedError("the sim backend takes any text for an adapter")
-    resting = bench.track(bench.block_size + 1)
-    await bench.stream().prefill(resting)
-    for source in (
-        "/kvplane-conformance/nowhere",
-        "../" * 64 + "etc",
-        "/etc",
-        "file:///etc/passwd",
-        "a/../../b",
-        "~/",
-        "~kvplane-conformance/nowhere",
-        "\0",
-        "/" + "s" * 4000,
-    ):
-        call = bench.stub.LoadAdapter(pb.LoadAdapterRequest(name="adapter", source=source))
-        await bench.refused(call, _INVALID, _UNREADABLE)
-    bench.equal(await _list(bench), [], _UNREADABLE)
-    await bench.unharmed(resting)
-
-
-@TOPIC.case(_CANNOT_RUN)
-async def rank_beyond_reason(bench: Bench) -> None:
-    """An adapter of rank 8,192 is refused, or loaded as what it is; either way the executor goes on."""
-    _require_room(bench, 1)
-
-    def write(folder: Path, model: ReferenceModel) -> None:
-        from kvplane_client.conformance.reference_adapter import write_adapter  # noqa: PLC0415 - needs the extra
-
-        name, shape = next(iter(model.linear_layers.items()))
-        write_adapter(folder, {name: shape}, 0, rank=_LARGE_RANK)
-
-    source = bench.sources.spoilt(write)
-    resting = bench.track(bench.block_size + 1)
-    await bench.stream().prefill(resting)
-    call = bench.stub.LoadAdapter(pb.LoadAdapterRequest(name="large", source=source))
-    loaded = await bench.target.answered_or_refused(call, _INVALID, _CANNOT_RUN)
-    if loaded is not None:
-        bench.equal(loaded.adapter.rank, _LARGE_RANK, _RANK)
-        await _unload(bench, "large")
-    await bench.unharmed(resting)
-    await bench.stream().prefill(bench.track(3, salt=1, adapter=_named(await _load(bench, 0))))
-
-
-def _bad(name: str, contract: str, summary: str, spoil: Callable[[Path, ReferenceModel], None]) -> None:
-    """Registers a case for files that cannot be loaded."""
-
-    async def run(bench: Bench) -> None:
-        _require_room(bench, 1)
-        source = bench.sources.spoilt(spoil)
-        resting = bench.track(bench.block_size + 1)
-        await bench.stream().prefill(resting)
-        call = bench.stub.LoadAdapter(pb.LoadAdapterRequest(name="bad", source=source))
-        await bench.refused(call, _INVALID, contract)
-        bench.equal(await _list(bench), [], contract)
-        await bench.unharmed(resting)
-        await bench.stream().prefill(bench.track(3, salt=1, adapter=_named(await _load(bench, 0))))
-
-    TOPIC.add(name, contract, summary, run)
-
-
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-
-
-def _setting(name: str, value: object) -> Callable[[Path, ReferenceModel], None]:
-    """Changes a setting of adapter_config.json."""
-
-    def spoil(folder: Path, _: ReferenceModel) -> None:
-        path = folder / _CONFIG
-        path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
-
-    return spoil
-
-
-def _content(file: str, change: Callable[[bytes], bytes]) -> Callable[[Path, ReferenceModel], None]:
-    """Changes a file's bytes."""
-
-    def spoil(folder: Path, _: ReferenceModel) -> None:
-        path = folder / file
-        path.write_bytes(change(path.read_bytes()))
-
-    return spoil
-
-
-def _without(file: str) -> Callable[[Path, ReferenceModel], None]:
-    return lambda folder, _: (folder / file).unlink()
-
-
-def _header(change: Callable[[dict[str, dict[str, list[int]]]], None]) -> Callable[[Path, ReferenceModel], None]:
-    """Changes what the file of weights says of its tensors; their bytes stay."""
-
-    def edited(data: bytes) -> bytes:
-        size = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + size])
-        change(header)
-        text = json.dumps(header).encode()
-        return len(text).to_bytes(8, "little") + text + data[8 + size :]
-
-    return _content(_WEIGHTS, edited)
-
-
-def _beyond_the_file(header: dict[str, dict[str, list[int]]]) -> None:
-    """The last tensor's bytes lie far behind the file's end."""
-    tensor = [value for name, value in header.items() if name != "__metadata__"][-1]
-    tensor["data_offsets"] = [offset + 2**40 for offset in tensor["data_offsets"]]
-
-
-def _half_a_pair(header: dict[str, dict[str, list[int]]]) -> None:
-    """A matrix has another layer's name, so that neither layer has both."""
-    name = next(name for name in header if name.endswith("lora_B.weight"))
-    header["base_model.model.kvplane.lora_B.weight"] = header.pop(name)
-
-
-def _written(
-    change: Callable[[str, tuple[int, int]], tuple[str, tuple[int, int]]],
-) -> Callable[[Path, ReferenceModel], None]:
-    """Writes an adapter for one layer of the model under another name, or of another shape."""
-
-    def spoil(folder: Path, model: ReferenceModel) -> None:
-        from kvplane_client.conformance.reference_adapter import write_adapter  # noqa: PLC0415 - needs the extra
-
-        name, shape = change(*next(iter(model.linear_layers.items())))
-        write_adapter(folder, {name: shape}, 0)
-
-    return spoil
-
-
-def _folder_for_weights(folder: Path, _: ReferenceModel) -> None:
-    (folder / _WEIGHTS).unlink()
-    (folder / _WEIGHTS).mkdir()
-
-
-_bad("weights_cut_short", _UNREADABLE, "The file of weights ends in the middle.",
-     _content(_WEIGHTS, lambda data: data[: len(data) // 2]))  # fmt: skip
-_bad("weights_empty", _UNREADABLE, "The file of weights has no bytes.", _content(_WEIGHTS, lambda data: b""))
-_bad("weights_no_safetensors", _UNREADABLE, "The file of weights is none.",
-     _content(_WEIGHTS, lambda data: b"PK\3\4" + data[::-1]))  # fmt: skip
-_bad("weights_of_endless_header", _UNREADABLE, "The header is said to be of 2**62 bytes.",
-     _content(_WEIGHTS, lambda data: (2**62).to_bytes(8, "little") + data[8:]))  # fmt: skip
-_bad(
-    "weights_beyond_the_file", _UNREADABLE, "A tensor is said to lie behind the file's end.", _header(_beyond_the_file)
-)
-_bad("weights_missing", _UNREADABLE, "There is no file of weights.", _without(_WEIGHTS))
-_bad("weights_a_folder", _UNREADABLE, "A folder has the name of the file of weights.", _folder_for_weights)
-_bad("config_missing", _UNREADABLE, "There is no adapter_config.json.", _without(_CONFIG))
-_bad("config_no_json", _UNREADABLE, "adapter_config.json is cut short.", _content(_CONFIG, lambda data: data[:-9]))
-_bad("config_no_object", _UNREADABLE, "adapter_config.json is a list.", _content(_CONFIG, lambda data: b"[]"))
-_bad("config_of_another_kind", _CANNOT_RUN, "The adapter is no LoRA.", _setting("peft_type", "KVPLANE"))
-_bad("config_of_another_rank", _CANNOT_RUN, "adapter_config.json says another rank than the matrices have.",
-     _setting("r", 5))  # fmt: skip
-_bad("half_a_pair", _CANNOT_RUN, "A layer has one of two matrices.", _header(_half_a_pair))
-_bad("shapes_of_another_model", _CANNOT_RUN, "The matrices are for a layer with one input more.",
-     _written(lambda name, shape: (name, (shape[0], shape[1] + 1))))  # fmt: skip
-_bad("layer_of_another_model", _CANNOT_RUN, "The matrices are for a layer that the model lacks.",
-     _written(lambda name, shape: (name.replace("layers.0", "layers.99"), shape)))  # fmt: skip
-
-
-def _require_room(bench: Bench, count: int) -> None:
-    most = bench.info.max_adapters
-    if most < count:
-        wanted = "adapters" if count == 1 else f"{count} adapters"
-        raise CaseSkippedError(f"needs an executor that takes {wanted}, got max_adapters {most}")
-
-
-async def _load(bench: Bench, number: int, name: str = "", *, revision: str = "") -> pb.LoraAdapter:
-    """Has one of the kit's adapters loaded; a second number is other content."""
-    return await bench.target.load_adapter(name or f"adapter {number}", bench.sources.good(number), revision)
-
-
-def _named(adapter: pb.LoraAdapter) -> Adapter:
-    return Adapter(adapter.name, adapter.source, adapter.revision, adapter.adapter_id)
-
-
-async def _unload(bench: Bench, name: str) -> None:
-    await bench.call(bench.stub.UnloadAdapter(pb.UnloadAdapterRequest(name=name)))
-
-
-async def _list(bench: Bench) -> list[pb.LoraAdapter]:
-    return list((await bench.call(bench.stub.ListAdapters(pb.ListAdaptersRequest()))).adapters)
 
 
 async def _answered_or_refused(stream: Stream, count: int) -> None:
