@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 NO_GPU = 77
 WRONG = 1
 PARTS = ("correctness", "decode", "prefill", "model")
+# What the check of blocks that lie far behind in the cache takes, and to spare.
+_FAR_BYTES = 12 << 30
 _PEERS = ("torch", "flashinfer")
 
 
@@ -119,7 +121,15 @@ def _correctness(deadline: Deadline, found: dict[str, object]) -> list[str]:
     from benchmarks.gpu_check import runs  # noqa: PLC0415 - it imports Triton
 
     device = torch.device("cuda")
-    wrong = [] if runs.copies_are_right(device) else ["copy_blocks"]
+    checks = {"copy_blocks": runs.copies_are_right, "swaps": runs.swaps_are_right}
+    if torch.cuda.mem_get_info()[0] > _FAR_BYTES:
+        checks["blocks behind 2^31 elements"] = runs.far_blocks_are_right
+    wrong = []
+    for name, check in checks.items():
+        right = check(device)
+        print(f"  {name:32} {'ok' if right else 'WRONG'}", flush=True)
+        wrong += [] if right else [name]
+    torch.cuda.empty_cache()
     errors = {}
     for case in runs.cases(fp8=torch.cuda.get_device_capability() >= (8, 9)):
         if deadline.passed(case.name):

@@ -16,12 +16,17 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu_check.shapes import BLOCK_SIZE, Heads, Step
-from executor_service.backends.base import GroupTables
+from executor_service.backends.base import BlockCopies, CopyDirection, GroupTables
 from executor_service.kernels import reference
 from executor_service.kernels.copy_blocks import copy_blocks, layer_addresses
 from executor_service.kernels.fp8 import PLAIN, layer_codecs
-from executor_service.kernels.paged_kernels import GroupStep
-from executor_service.kernels.triton_paged import TritonKernels, TritonStep
+from executor_service.kernels.paged_kernels import DeviceTables, GroupStep
+from executor_service.kernels.triton_paged import TritonAttention, TritonKernels, TritonStep
+from executor_service.kv_cache import KvLayout
+from executor_service.kv_memory import KvMemory
+
+# Writing 256 MiB takes some 80 µs, launching an attention layer from Python some 200.
+_CLEARINGS = 10
 
 Timer = Callable[[Callable[[], object]], float]
 """Runs something several times and returns the median, in seconds."""
@@ -29,7 +34,13 @@ Timer = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison with the oracle. rows: (query tokens, sequence length) of each."""
+    """One comparison with the oracle.
+
+    Attributes:
+        window: below 0, chunks of so many tokens.
+        recorded: by the kernels of decode graphs, which cut rows by themselves; of all rows the last token alone.
+        rows: (query tokens, sequence length) of each.
+    """
 
     name: str
     heads: Heads
@@ -38,6 +49,7 @@ class Case:
     block_size: int = 16
     window: int | None = None
     softcap: float | None = None
+    recorded: bool = False
     rows: tuple[tuple[int, int], ...] = ((1, 200), (17, 17), (1, 700), (40, 300), (1, 1), (2, 2), (150, 150))
 
 
@@ -67,6 +79,20 @@ def cases(fp8: bool, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.flo
         Case(f"{_name(dtypes[-1])} window 37", shapes[0], dtypes[-1], dtypes[-1], window=37),
         Case(f"{_name(dtypes[-1])} softcap 5, window 300", shapes[0], dtypes[-1], dtypes[-1], softcap=5.0, window=300),
     ]
+    made += [
+        Case(f"{_name(dtypes[-1])} chunks of 100", shapes[0], dtypes[-1], dtypes[-1], window=-100),
+        *(Case(f"{_name(dtypes[-1])} group of {n}", Heads(n, 1, 128), dtypes[-1], dtypes[-1]) for n in (3, 5, 6, 7)),
+        *(
+            Case(
+                f"{_name(dtypes[-1])} recorded, window {window}",
+                shapes[1],
+                *dtypes[-1:] * 2,
+                window=window,
+                recorded=True,
+            )
+            for window in (None, 300, -100)
+        ),
+    ]
     if fp8:
         made += [Case(_name(kind), shapes[1], dtypes[-1], kind) for kind in (torch.float8_e4m3fn, torch.float8_e5m2)]
     return made
@@ -75,11 +101,12 @@ def cases(fp8: bool, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.flo
 def largest_error(case: Case, device: torch.device) -> float:
     """The case through the kernels and the float64 oracle. Returns the largest difference over the largest result."""
     heads, rng = case.heads, np.random.default_rng(1)
-    counts = [-(-seq // case.block_size) for _, seq in case.rows]
+    rows = tuple((1, seq) for _, seq in case.rows) if case.recorded else case.rows
+    counts = [-(-seq // case.block_size) for _, seq in rows]
     order = rng.permutation(np.arange(1, sum(counts) + 1)).astype(np.int32)
     indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    query_lens, seq_lens = (np.array(column, dtype=np.int32) for column in zip(*case.rows, strict=True))
-    positions = [np.arange(seq - query, seq) for query, seq in case.rows]
+    query_lens, seq_lens = (np.array(column, dtype=np.int32) for column in zip(*rows, strict=True))
+    positions = [np.arange(seq - query, seq) for query, seq in rows]
     slots = np.concatenate(
         [
             order[first + own // case.block_size] * case.block_size + own % case.block_size
@@ -111,13 +138,14 @@ def largest_error(case: Case, device: torch.device) -> float:
         softcap=case.softcap,
     )
     group = GroupStep(window, GroupTables(indptr, order, (seq_lens - 1) % case.block_size + 1), slots)
-    (step,) = _kernels(heads, case.dtype, case.kv_dtype, device).plan(
-        np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32),
-        seq_lens,
-        [group],
-        block_size=case.block_size,
-        device=device,
-    )
+    query_indptr = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    kernels = _kernels(heads, case.dtype, case.kv_dtype, device)
+    step: TritonAttention
+    if case.recorded:
+        columns = (torch.from_numpy(column).to(device) for column in (query_indptr, seq_lens, indptr, order, slots))
+        (step,) = kernels.plan_decode([DeviceTables(*columns, block_size=case.block_size)], [window])
+    else:
+        (step,) = kernels.plan(query_indptr, seq_lens, [group], block_size=case.block_size, device=device)
     there = cache.to(device)
     flat = there.view(2, -1, heads.num_kv_heads * heads.head_dim)
     keys, values = flat if codecs is PLAIN else flat.view(torch.uint8)  # as a `PagedKvCache` keeps it
@@ -133,10 +161,65 @@ def tolerance(case: Case) -> float:
     return {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[case.dtype]
 
 
+def far_blocks_are_right(device: torch.device, elements: int = 2**31) -> bool:
+    """Whether blocks so many elements behind the first give bit for bit what the same blocks give as the first.
+
+    Offsets of 32 bits would read and write elsewhere.
+    """
+    heads, rows = Heads(8, 2, 128), ((1, 20), (17, 17))
+    width = heads.num_kv_heads * heads.head_dim
+    far = elements // (width * BLOCK_SIZE)
+    shape = (2, far + 5, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim)
+    cache = torch.empty(shape, dtype=torch.float16, device=device)
+    torch.manual_seed(1)
+    cache[:, :5] = cache[:, far:] = torch.randn((2, 5, *shape[2:]), device=device).half()
+    query = torch.randn(18, heads.num_heads, heads.head_dim, device=device).half()
+    states = torch.randn(2, 18, heads.num_kv_heads, heads.head_dim, device=device).half()
+    found = []
+    for first in (0, far):
+        order = (np.array([3, 1, 4, 2]) + first).astype(np.int32)
+        positions = [np.arange(seq - tokens, seq) for tokens, seq in rows]
+        slots = np.concatenate(
+            [
+                order[2 * row + own // BLOCK_SIZE] * np.int64(BLOCK_SIZE) + own % BLOCK_SIZE
+                for row, own in enumerate(positions)
+            ]
+        )
+        (step,) = _kernels(heads, torch.float16, torch.float16, device).plan(
+            np.int32([0, 1, 18]),
+            np.int32([seq for _, seq in rows]),
+            [GroupStep(0, GroupTables(np.int32([0, 2, 4]), order, np.int32([4, 1])), slots)],
+            block_size=BLOCK_SIZE,
+            device=device,
+        )
+        keys, values = cache.view(2, -1, width)
+        found.append(step.attend(query, *states, keys, values, scaling=0.1))
+    return torch.equal(*found) and torch.equal(cache[:, :5], cache[:, far:])
+
+
+def swaps_are_right(device: torch.device) -> bool:
+    """Whether blocks that went to the host and back, in several portions, are what they were."""
+    layout = KvLayout(3, 2, 64, BLOCK_SIZE, torch.float16)
+    kernels = _kernels(Heads(4, 2, 64), layout.dtype, layout.dtype, device)
+    memory = KvMemory(layout, 9, 7, device, kernels)
+    for layer in memory.cache.layers:
+        layer.normal_()
+    expected = [layer.to("cpu", copy=True) for layer in memory.cache.layers]
+    own, host, other = (np.array(ids, dtype=np.int32) for ids in ([1, 8, 3], [6, 0, 2], [8, 2, 5]))
+    memory.copy([BlockCopies(CopyDirection.DEVICE_TO_HOST, own, host)])
+    memory.copy([BlockCopies(CopyDirection.HOST_TO_DEVICE, host, other)])
+    right = all(
+        torch.equal(layer[:, other.tolist()].cpu(), before[:, own.tolist()])
+        for layer, before in zip(memory.cache.layers, expected, strict=True)
+    )
+    memory.close()
+    return right
+
+
 def copies_are_right(device: torch.device) -> bool:
     """Whether `copy_blocks` gives what the oracle gives."""
     layers = [torch.randn(2, 9, 16, 2, 64, device=device) for _ in range(3)]
-    expected = [layer.cpu() for layer in layers]
+    expected = [layer.to("cpu", copy=True) for layer in layers]
     copies = [(1, 4), (8, 2), (3, 7)]
     for layer in expected:
         for source, target in copies:
@@ -147,13 +230,18 @@ def copies_are_right(device: torch.device) -> bool:
 
 
 def cuda_timer(device: torch.device, repeats: int = 7) -> Timer:
-    """Times by events on the device, with its cache cleared before each run, after two runs that do not count."""
+    """Times by events on the device, with its cache cleared before each run, after two runs that do not count.
+
+    It is cleared so often that the host has launched the work by then: what is timed is the device alone, as where a
+    recorded step is replayed.
+    """
     scratch = torch.empty(256 << 20, dtype=torch.uint8, device=device)
 
     def measure(work: Callable[[], object]) -> float:
         times = []
         for index in range(repeats + 2):
-            scratch.zero_()
+            for _ in range(_CLEARINGS):
+                scratch.zero_()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             work()

@@ -56,8 +56,8 @@ class Scores:
 def factors_of_rows(states, keys, scale):  # type: ignore[no-untyped-def]
     """Queries in the type to multiply in, and the factor on the scores of each: (M, BLOCK_D) and (M, 1).
 
-    Over a cache of 8-bit floats that is float16: it holds all of their numbers, and they become it in one instruction,
-    where bfloat16 takes four and a unit that is slow. What a query has beyond its range is part of the row's factor.
+    Over a cache of 8-bit floats that is float16: it holds all of their numbers, and two of them become it in one
+    instruction, where bfloat16 takes three more. What a query has beyond its range is part of the row's factor.
     """
     if keys.dtype.element_ty.primitive_bitwidth == 8 and states.dtype == tl.bfloat16:
         wide = states.to(tl.float32)

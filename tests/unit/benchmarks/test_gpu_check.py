@@ -10,6 +10,7 @@ import torch
 from benchmarks.gpu_check import __main__ as gpu_check
 from benchmarks.gpu_check import model, runs
 from benchmarks.gpu_check.shapes import Heads, Step, decode_steps, prefill_steps
+from executor_service import kv_memory
 from executor_service.kernels import triton_paged
 
 CPU = torch.device("cpu")
@@ -100,8 +101,18 @@ class TestInterpreted:
         assert len(ran) == 3 + 4
         assert all(point.eager > 0 and point.graphs > 0 for point in points)
 
-    def test_copies_are_right(self) -> None:
+    def test_recorded_rows_are_compared_too(self) -> None:
+        case = runs.Case("small", SMALL, torch.float32, torch.float32, recorded=True, rows=((1, 20), (5, 9)), window=-7)
+        assert runs.largest_error(case, CPU) <= runs.tolerance(case)
+
+    def test_copies_swaps_and_far_blocks_are_right(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert runs.copies_are_right(CPU)
+        assert runs.swaps_are_right(CPU)
+        assert runs.far_blocks_are_right(CPU, elements=2**16)
+        monkeypatch.setattr(kv_memory, "copy_from_host", lambda *args, **kwargs: None)
+        monkeypatch.setattr(runs, "copy_blocks", lambda *args, **kwargs: None)
+        assert not runs.copies_are_right(CPU)
+        assert not runs.swaps_are_right(CPU)
 
     @pytest.mark.parametrize(
         ("step", "peer"), [(Step(2, 1, 20), True), (Step(1, 20, 20), True), (Step(1, 5, 20), False)]
@@ -134,3 +145,6 @@ class TestInterpreted:
         assert {case.heads.head_dim for case in made} == {64, 80, 96, 128, 256}
         assert {case.kv_dtype.itemsize for case in made} == {1, 2, 4}
         assert any(case.window and case.softcap for case in made)
+        assert {case.heads.num_heads // case.heads.num_kv_heads for case in made} == {1, 2, 3, 5, 6, 7, 16}
+        assert {bool(case.window) for case in made if case.recorded} == {True, False}
+        assert len({case.name for case in made}) == len(made)

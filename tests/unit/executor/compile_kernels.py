@@ -1,4 +1,5 @@
-"""Compiles the Triton kernels for GPUs that are not there, and prints what they take: one JSON object per case.
+"""Compiles the Triton kernels for GPUs that are not there, and prints what they take: one JSON object per case, behind
+one of `arguments_with_variants`.
 
     python -m tests.unit.executor.compile_kernels [CASE...]
 
@@ -78,7 +79,12 @@ SHAPES = {
     "e5m2": Shape(kv_dtype="fp8e5", group=16, block_size=256),
     "e4m3": Shape(kv_dtype="fp8e4nv", group=1, block_size=128),
     "float32": Shape(dtype="fp32", kv_dtype="fp32", head_dim=64, group=3),
+    "group of 3": Shape(group=3),
+    "wide": Shape(head_dim=256, group=1),
 }
+# Shapes that make a difference to prefill alone, which has the most in registers.
+PREFILL_ONLY = ("group of 3", "wide")
+KERNELS = (paged_decode_kernel, reduce_splits_kernel, paged_prefill_kernel, write_kv_kernel, copy_blocks_kernel)
 
 
 def target_of(target: GPUTarget) -> Target:
@@ -100,7 +106,8 @@ def compiled(name: str, shape: Shape, target: GPUTarget) -> Iterator[tuple[str, 
     blocks: dict[str, object] = {"BLOCK_G": tile.block_m, "BLOCK_N": tile.block_n, "SPLIT": True}
     by_host = {"CUT_HERE": False, "LEAST": MIN_SPLIT}
     by_itself = by_host | {"CUT_HERE": True}
-    yield "decode", _compile(paged_decode_kernel, shape, target, heads | blocks | by_host, tile)
+    if name not in PREFILL_ONLY:
+        yield "decode", _compile(paged_decode_kernel, shape, target, heads | blocks | by_host, tile)
     if name in RECORDED:
         yield "decode, recorded", _compile(paged_decode_kernel, shape, target, heads | blocks | by_itself, tile)
     block_n = tile.block_n
@@ -184,9 +191,21 @@ def cases() -> list[str]:
     return [f"{target} {shape}" for target in TARGETS for shape in SHAPES if (target, shape) != ("sm_80", "e4m3")]
 
 
+def arguments_with_variants() -> dict[str, list[str]]:
+    """By kernel: arguments of whose alignment, divisibility or being 1 a launch makes a variant of the kernel."""
+    return {
+        kernel.fn.__name__: [
+            param.name
+            for param in kernel.params
+            if not (param.is_constexpr or param.do_not_specialize or param.do_not_specialize_on_alignment)
+        ]
+        for kernel in KERNELS
+    }
+
+
 def report(case: str) -> dict[str, object]:
     """One case compiled and measured."""
-    target, shape = case.split()
+    target, shape = case.split(maxsplit=1)
     kernels = {
         kernel: usage(found, TARGETS[target]) for kernel, found in compiled(shape, SHAPES[shape], TARGETS[target])
     }
@@ -195,6 +214,7 @@ def report(case: str) -> dict[str, object]:
 
 def main() -> None:
     """Compile the cases, two at a time: most of the time is spent in ptxas, a process of its own."""
+    print(json.dumps(arguments_with_variants()))
     with ThreadPoolExecutor(2) as pool:
         for found in pool.map(report, sys.argv[1:] or cases()):
             print(json.dumps(found), flush=True)

@@ -1,4 +1,5 @@
-"""Puts right how Triton's interpreter converts to 8-bit floats: it drops carries and saturates wrongly (Triton 3.8).
+"""Puts right how Triton's interpreter converts to 8-bit floats and bfloat16: it drops carries, saturates wrongly, and
+truncates (Triton 3.8). With that a kernel that does nothing but convert bfloat16 is interpreted rightly.
 
 For tests only: the compiled kernels use the hardware's conversion, which rounds to nearest even, as torch does.
 """
@@ -18,6 +19,7 @@ _TORCH = {
     tl.float8e4nv: torch.float8_e4m3fn,
     tl.float8e5: torch.float8_e5m2,
     tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
     tl.float32: torch.float32,
 }
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}

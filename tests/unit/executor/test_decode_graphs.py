@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from structlog.testing import capture_logs
 
-from executor_service.backends import torch_graphs
+from executor_service.backends import torch_graphs, torch_memory
 from executor_service.backends.base import STATE, BackendError, StepBatch
 from executor_service.backends.torch_backend import TorchBackendConfig
 from executor_service.backends.torch_graphs import StepRecording
@@ -162,6 +163,30 @@ def test_graph_sizes_rise_to_the_most_rows_and_pad_little(most: int) -> None:
     padded = np.array(sizes)[np.searchsorted(sizes, rows)]
     assert (padded - rows).max() < 16
     assert (padded[rows > 8] <= 2 * rows[rows > 8]).all()
+
+
+def test_the_profile_is_read_while_recorded_steps_are_held_and_drops_them_then(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a CUDA graph the driver holds memory that torch does not know: gone before the reading, it would be missed."""
+    held = []
+
+    class Meter(torch_memory.PeakMeter):
+        def __exit__(self, *args: Any) -> None:
+            held.append(runner._graphs)
+            super().__exit__(*args)
+
+    runner, record = backend._ready().runner, Recording()
+    monkeypatch.setattr(torch_memory, "PeakMeter", Meter)
+    monkeypatch.setattr(backend._recording, "recorder", lambda model: record)
+    assert backend._budget.profile(backend._ready(), backend._recording, 64, 2).num_blocks > 0
+    assert [type(graphs) for graphs in held] == [DecodeGraphs]
+    assert runner._graphs is None
+    monkeypatch.setattr(torch_memory, "worst_batch", lambda **limits: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backend._budget.profile(backend._ready(), backend._recording, 64, 2)
+    assert len(held) == 2
+    assert runner._graphs is None, "they know a cache that is gone"
 
 
 def test_on_a_cpu_nothing_is_recorded(backend: TritonBackend) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from tokenizers import Tokenizer
 
-from executor_service.backends import torch_memory
+from executor_service.backends import torch_backend, torch_memory
 from executor_service.backends.base import STATE, BackendError, BlockCopies, CopyDirection, NotEnoughMemoryError
 from executor_service.backends.torch_backend import TorchBackend, TorchBackendConfig
 from executor_service.block_copies import parse_copies
@@ -410,6 +410,20 @@ def test_execute_out_of_order_calls_are_refused(folder: Path) -> None:
 def test_config_value_out_of_range_is_refused(change: dict[str, float]) -> None:
     with pytest.raises(BackendError, match=f"expected {next(iter(change))} "):
         TorchBackendConfig(model="m", **change)  # type: ignore[arg-type]
+
+
+def test_load_makes_its_gpu_the_one_of_its_thread_before_anything_else(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton launches on the thread's device, not on that of the tensors it is given."""
+    chosen: list[torch.device] = []
+    made = backend(folder)
+    monkeypatch.setattr(made, "_device", torch.device("cuda:1"))
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch_backend, "PeakMeter", lambda device: 1 / 0)  # the first that would ask for a GPU
+    with pytest.raises(ZeroDivisionError):
+        made.load()
+    assert chosen == [torch.device("cuda:1")]
 
 
 @pytest.mark.parametrize("name", ["gpu", "cpu:0", "cuda:x", "cuda:99", ""])

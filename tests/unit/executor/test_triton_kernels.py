@@ -6,15 +6,19 @@ milliseconds for each. That they compile, and with what, is `test_triton_compile
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import triton
 
 from executor_service.backends.base import BackendError, StepBatch
-from executor_service.kernels import reference
+from executor_service.kernels import reference, triton_paged
 from executor_service.kernels.copy_blocks import copy_blocks, layer_addresses
 from executor_service.kernels.fp8 import PLAIN, layer_codecs
 from executor_service.kernels.launch_shapes import Target
@@ -26,7 +30,7 @@ from tests.unit.executor.step_builder import Row, build_step
 
 CPU = torch.device("cpu")
 PADDING = 3
-TOLERANCES = {torch.float32: (3e-6, 1e-5), torch.float16: (3e-3, 3e-3)}
+TOLERANCES = {torch.float32: (3e-6, 1e-5), torch.float16: (3e-3, 3e-3), torch.bfloat16: (3e-3, 8e-3)}
 # NumPy, by which the interpreter computes, warns of what GPUs do silently: 0 / 0 in the padding of a tile, for one.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:executor_service")
 # Weights are float32 in the kernel and float64 in the oracle; products are of the numbers that the cache really holds.
@@ -50,6 +54,7 @@ class Case:
     transposed: bool = False
     scales: tuple[float, float] = (1.0, 1.0)
     recorded: bool = False
+    query_factor: float = 1.0
 
 
 CASES = {
@@ -88,6 +93,11 @@ CASES = {
     "block_1_dim_96": Case(MIXED, block_size=1, heads=(5, 5, 96)),
     "tiny_heads": Case(MIXED, heads=(6, 2, 20)),
     "e4m3": Case(MIXED, kv_dtype=torch.float8_e4m3fn, scales=(0.02, 0.5)),
+    "e4m3_bfloat16": Case(MIXED, kv_dtype=torch.float8_e4m3fn, scales=(0.02, 0.5), dtype=torch.bfloat16, programs=64),
+    "e5m2_bfloat16": Case(MIXED, kv_dtype=torch.float8_e5m2, scales=(0.01, 3.0), dtype=torch.bfloat16),
+    "e4m3_queries_beyond_float16": Case(
+        MIXED, kv_dtype=torch.float8_e4m3fn, scales=(1e-7, 1.0), dtype=torch.bfloat16, query_factor=3e5
+    ),
     "e5m2": Case(MIXED, kv_dtype=torch.float8_e5m2, scales=(0.01, 3.0), dtype=torch.float16, programs=64),
 }
 
@@ -105,7 +115,7 @@ def run(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     step = build_step(rows, case.block_size)
     torch.manual_seed(0)
     num_tokens = len(step.token_ids)
-    query = _states(num_tokens, q_heads, dim, case)
+    query = _states(num_tokens, q_heads, dim, case) * case.query_factor
     key, value = (_states(num_tokens, kv_heads, dim, case) for _ in range(2))
     shape = (2, num_blocks, case.block_size, kv_heads, dim)
     cache = torch.full(shape, case.garbage).to(kv_dtype)
@@ -268,6 +278,103 @@ def test_copy_blocks_equals_oracle(shape: tuple[int, ...], dtype: torch.dtype) -
         assert torch.equal(bits(layer), bits(other))
 
 
+class FarCache:
+    """K and V of one layer more than 2^31 elements behind their first: reserved addresses, memory where it is used.
+
+    What the kernels are given begins at the first element and is one slot long.
+    """
+
+    HEADS, DIM, BLOCK_SIZE = 2, 64, 16
+    FIRST_BLOCK = 2**31 // (HEADS * DIM * BLOCK_SIZE)
+    NUM_BLOCKS = FIRST_BLOCK + 8
+
+    def __init__(self) -> None:
+        self.width = self.HEADS * self.DIM
+        self.half = self.NUM_BLOCKS * self.BLOCK_SIZE * self.width * 2
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+        self._memory = mmap.mmap(-1, 2 * self.half, flags=flags)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.keys, self.values = (self._at(half * self.half, 1).view(1, self.width) for half in range(2))
+
+    def block(self, part: int, block: int) -> torch.Tensor:
+        """One block. Shape: (BLOCK_SIZE, HEADS, DIM)."""
+        size = self.BLOCK_SIZE * self.width
+        return self._at(part * self.half + block * size * 2, self.BLOCK_SIZE).view(-1, self.HEADS, self.DIM)
+
+    def bytes_at(self, offset: int, size: int) -> torch.Tensor:
+        """Some of the memory. Shape: (size,) uint8."""
+        return torch.frombuffer((ctypes.c_char * size).from_address(self.address + offset), dtype=torch.uint8)
+
+    def _at(self, offset: int, slots: int) -> torch.Tensor:
+        return self.bytes_at(offset, slots * self.width * 2).view(torch.float16)
+
+
+@pytest.fixture(scope="module")
+def far() -> FarCache:
+    return FarCache()
+
+
+def test_kernels_reach_blocks_behind_two_to_the_31_elements(far: FarCache) -> None:
+    """Written, then read by decode and prefill: offsets of 32 bits would lie before the cache."""
+    near_step, far_step = (
+        build_step([Row([0] * 20, 0, [base + 1, base + 5]), Row([0], 17, [base + 3, base + 2])], 16)
+        for base in (0, far.FIRST_BLOCK)
+    )
+    torch.manual_seed(0)
+    tokens = len(near_step.token_ids)
+    query = torch.randn(tokens, 4, 64).half()
+    key, value = torch.randn(2, tokens, 2, 64).half()
+    near = torch.randn(2, 8, 16, 2, 64).half()
+    for part in range(2):
+        for block in range(8):
+            far.block(part, far.FIRST_BLOCK + block).copy_(near[part, block])
+    case = Case([], dtype=torch.float16)
+    flat = near.view(2, -1, far.width)
+    expected = planned_step(case, near_step).attend(query, key, value, flat[0], flat[1], scaling=0.3)
+    actual = planned_step(case, far_step).attend(query, key, value, far.keys, far.values, scaling=0.3)
+    assert torch.equal(actual, expected)
+    for part in range(2):
+        for block in range(8):
+            assert torch.equal(far.block(part, far.FIRST_BLOCK + block), near[part, block])
+
+
+def test_copy_blocks_reaches_blocks_behind_two_to_the_31_words(far: FarCache) -> None:
+    """Of a size that only bytes divide: a word is one byte, and there are the most of them."""
+    block_bytes = 3 * 3
+    first = 2**31 // block_bytes
+    layer = torch.empty((2, first + 8, 3, 1, 3), dtype=torch.float8_e5m2, device="meta")
+
+    def block(part: int, block_id: int) -> torch.Tensor:
+        return far.bytes_at((part * (first + 8) + block_id) * block_bytes, block_bytes)
+
+    source, target = torch.tensor([first + 1, 3]), torch.tensor([2, first + 4])
+    for part in range(2):
+        for place, block_id in enumerate(source.tolist()):
+            block(part, block_id).fill_(10 * part + place + 1)
+    copy_blocks([layer], torch.tensor([far.address]), source, target)
+    for part in range(2):
+        for place, block_id in enumerate(target.tolist()):
+            assert block(part, block_id).tolist() == [10 * part + place + 1] * block_bytes
+
+
+@pytest.mark.parametrize(("window", "splits"), [(0, 8 + 1), (512, 2 + 1), (-512, 2 + 1), (-300, 1 + 1)])
+def test_triton_step_decode_splits_cover_what_is_seen_and_no_more(window: int, splits: int) -> None:
+    """Of 2,048 positions, the last of a chunk of 512 but not of one of 300, and of one."""
+    step = build_step([Row([0], 2047, list(range(1, 129))), Row([0], 0, [129])], 16)
+    planned = TritonStep(
+        Target.INTERPRETER,
+        64,
+        query_indptr=step.query_indptr,
+        seq_lens=step.seq_lens,
+        group=GroupStep(window, step.tables[0], step.slot_mappings[0]),
+        block_size=16,
+        device=CPU,
+    )
+    rows = planned._decode_rows(2, 64)
+    assert rows is not None
+    assert rows.num_splits == splits
+
+
 def kernels(**changes: object) -> TritonKernels:
     """Kernels of a small model."""
     values: dict[str, object] = {
@@ -291,6 +398,40 @@ def kernels(**changes: object) -> TritonKernels:
 def test_triton_kernels_what_they_can_not_do_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(BackendError, match=message):
         kernels(**changes)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kv_dtype", "outcome"),
+    [
+        ((7, 5), torch.float16, "compute capability 8.0 at least"),
+        ((8, 0), torch.float16, Target.CUDA),
+        ((8, 0), torch.float8_e5m2, Target.CUDA),
+        ((8, 6), torch.float8_e4m3fn, "compute capability 8.9 for fp8_e4m3, got a GPU; set --kv-cache-dtype auto or"),
+        ((8, 9), torch.float8_e4m3fn, Target.CUDA),
+        ((9, 0), torch.float8_e4m3fn, Target.HOPPER),
+        ((10, 0), torch.float16, Target.HOPPER),
+        ((12, 0), torch.float8_e4m3fn, Target.CUDA),
+    ],
+)
+def test_triton_kernels_know_what_a_gpu_can_do(
+    capability: tuple[int, int], kv_dtype: torch.dtype, outcome: Target | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_paged, "paged_decode_kernel", triton.JITFunction(triton_paged.paged_decode))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    properties = SimpleNamespace(multi_processor_count=108)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    expected = nullcontext() if isinstance(outcome, Target) else pytest.raises(BackendError, match=outcome)
+    with expected:
+        made = TritonKernels(
+            torch.device("cuda:0"),
+            dtype=torch.float16,
+            kv_dtype=kv_dtype,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=64,
+        )
+        assert (made._target, made._programs) == (outcome, 4 * 108)
 
 
 def test_triton_kernels_reserve_what_the_widest_step_splits_take() -> None:
