@@ -82,11 +82,10 @@ class DecodeGraphs:
         self._device = device
         self._num_groups = len(windows)
         most = self._sizes[-1]
-        # Rows: token ids, positions, and each group's slots.
-        self._wide = torch.zeros(((2 + self._num_groups), most), dtype=torch.int64, device=device)
-        self._wide[2:] = -1
+        # What a size reads lies in the first part of them, in one piece: a transfer each. See `_wide_of`, `_indptr_of`.
+        self._wide = torch.zeros((2 + self._num_groups) * most, dtype=torch.int64, device=device)
         self._seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
-        self._indptr = torch.zeros((self._num_groups, most + 1), dtype=torch.int32, device=device)
+        self._indptr = torch.zeros(self._num_groups * (most + 1), dtype=torch.int32, device=device)
         self._block_ids = torch.zeros((self._num_groups, most * blocks_per_row), dtype=torch.int32, device=device)
         self._query_indptr = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._logits = torch.zeros((most, vocab_size), dtype=dtype, device=device)
@@ -95,6 +94,9 @@ class DecodeGraphs:
             attention = kernels.plan_decode(
                 [self._tables(group, size, block_size) for group in range(len(windows))], windows
             )
+            # Recorded over padding: valid token ids and positions, and no slot.
+            self._wide_of(size)[:2] = 0
+            self._wide_of(size)[2:] = -1
             self._replays[size] = self._recorded(size, attention, forward, record)
 
     @torch.inference_mode()
@@ -141,27 +143,36 @@ class DecodeGraphs:
             indptr[group, : rows + 1] = tables.block_indptr
             indptr[group, rows + 1 :] = tables.block_indptr[-1]
             self._send(tables.block_ids, self._block_ids[group, : len(tables.block_ids)])
-        self._send(wide, self._wide[:, :size])
+        self._send(wide, self._wide_of(size))
         self._send(lengths, self._seq_lens[:size])
-        self._send(indptr, self._indptr[:, : size + 1])
+        self._send(indptr, self._indptr_of(size))
 
     def _send(self, array: np.ndarray[Any, Any], place: torch.Tensor) -> None:
         place.copy_(staged(array, self._device), non_blocking=True)
+
+    def _wide_of(self, size: int) -> torch.Tensor:
+        """Token ids, positions, and each group's slots. Shape: (2 + groups, size) int64."""
+        return self._wide[: (2 + self._num_groups) * size].view(-1, size)
+
+    def _indptr_of(self, size: int) -> torch.Tensor:
+        """Where each row's blocks begin. Shape: (groups, size + 1) int32."""
+        return self._indptr[: self._num_groups * (size + 1)].view(-1, size + 1)
 
     def _tables(self, group: int, size: int, block_size: int) -> DeviceTables:
         """Where the tables of so many rows lie."""
         return DeviceTables(
             self._query_indptr[: size + 1],
             self._seq_lens[:size],
-            self._indptr[group, : size + 1],
+            self._indptr_of(size)[group],
             self._block_ids[group],
-            self._wide[2 + group, :size],
+            self._wide_of(size)[2 + group],
             block_size,
         )
 
     def _recorded(self, size: int, attention: Sequence[StepAttention], forward: Forward, record: Recorder) -> Replay:
         def step() -> None:
-            self._logits[:size].copy_(forward(self._wide[0:1, :size], self._wide[1:2, :size], attention))
+            wide = self._wide_of(size)
+            self._logits[:size].copy_(forward(wide[0:1], wide[1:2], attention))
 
         try:
             return record(step)
