@@ -6,8 +6,10 @@ is here: padding, sizes, tables overwritten between steps, what is left to the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from executor_service.backends.base import STATE, BackendError, StepBatch
 from executor_service.backends.torch_backend import TorchBackendConfig
 from executor_service.backends.torch_graphs import StepRecording
 from executor_service.backends.triton_backend import TritonBackend
-from executor_service.decode_graphs import MOST_ROWS, DecodeGraphs, graph_sizes
+from executor_service.decode_graphs import MOST_ROWS, DecodeGraphs, cuda_recorder, graph_sizes
 from executor_service.kv_cache import PagedKvCache
 from executor_service.layer_groups import group_layers
 from tests.unit.executor.step_builder import VOCAB_SIZE, Row, Sample, build_step, prompt_of, save_tiny_model
@@ -152,6 +154,67 @@ def test_a_backend_serves_a_model_that_can_not_be_captured_without_graphs_and_sa
     assert "stream is capturing" in logs[0]["why"]
     assert backend._recording.sizes == (), "nothing is tried again when the cache is made"
     assert backend.forward(decode(backend, [0, 1])).shape == (2, VOCAB_SIZE)
+
+
+class FakeCuda:
+    """What of torch.cuda a recorder uses, as torch 2.13 does it: a capture that fails leaves its stream current."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = self.own = SimpleNamespace(waits=[])
+        self.own.wait_stream = self.own.waits.append
+        self.pools: list[object] = []
+        for name, fake in {
+            "graph_pool_handle": object,
+            "Stream": self._new_stream,
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+            "current_stream": lambda device: self.current,
+            "stream": self._within,
+            "graph": self._capture,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def _new_stream(self, device: torch.device) -> SimpleNamespace:
+        waits: list[object] = []
+        return SimpleNamespace(waits=waits, wait_stream=waits.append)
+
+    @contextmanager
+    def _within(self, stream: SimpleNamespace) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def _capture(self, graph: object, pool: object, stream: SimpleNamespace, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        self.pools.append(pool)
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+def test_recorder_runs_and_captures_on_one_stream_and_comes_back_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    record = cuda_recorder(torch.device("cuda:0"))
+    ran: list[object] = []
+    record(lambda: ran.append(cuda.current))
+    record(lambda: ran.append(cuda.current))
+    (stream,) = {id(one): one for one in ran}.values()
+    assert stream is not cuda.own
+    assert len(ran) == 4, "once before each capture, for what is compiled and made at first use"
+    assert stream.waits == [cuda.own] * 2
+    assert cuda.own.waits == [stream] * 2
+    assert len(cuda.pools) == 2
+    assert cuda.pools[0] is cuda.pools[1]
+
+    def refuse() -> None:
+        if len(cuda.pools) == 3:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="stream is capturing"):
+        record(refuse)
+    assert cuda.current is cuda.own, "else all later steps would be computed on the other stream"
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 100, 256, 1000])
