@@ -68,6 +68,90 @@ def tile_bounds(  # type: ignore[no-untyped-def]
     return first, first
 
 
+@triton.jit
+def attend_run(  # type: ignore[no-untyped-def]
+    states,
+    query_positions,
+    keys,
+    values,
+    table,
+    first,
+    seen_by_all,
+    end,
+    scale,
+    softcap,
+    window,
+    slot_stride: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    IN_CHUNKS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """What `attend` makes of a tile: of the positions that all of its queries see without a mask, then of the others.
+
+    Returns the weighted sums of values and the sums of weights.
+    """
+    acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    if not HAS_WINDOW:
+        acc, row_max, row_sum = attend(
+            acc,
+            row_max,
+            row_sum,
+            states,
+            query_positions,
+            keys,
+            values,
+            table,
+            first,
+            seen_by_all,
+            scale,
+            softcap,
+            window,
+            slot_stride,
+            HEAD_DIM=HEAD_DIM,
+            BLOCK_SIZE=BLOCK_SIZE,
+            BLOCK_N=BLOCK_N,
+            BLOCK_D=BLOCK_D,
+            CAUSAL=False,
+            BOUNDED=False,
+            HAS_WINDOW=False,
+            IN_CHUNKS=False,
+            HAS_SOFTCAP=HAS_SOFTCAP,
+        )
+    acc, row_max, row_sum = attend(
+        acc,
+        row_max,
+        row_sum,
+        states,
+        query_positions,
+        keys,
+        values,
+        table,
+        seen_by_all,
+        end,
+        scale,
+        softcap,
+        window,
+        slot_stride,
+        HEAD_DIM=HEAD_DIM,
+        BLOCK_SIZE=BLOCK_SIZE,
+        BLOCK_N=BLOCK_N,
+        BLOCK_D=BLOCK_D,
+        CAUSAL=True,
+        BOUNDED=True,
+        HAS_WINDOW=HAS_WINDOW,
+        IN_CHUNKS=IN_CHUNKS,
+        HAS_SOFTCAP=HAS_SOFTCAP,
+    )
+    return acc, row_sum
+
+
 @triton.jit(
     do_not_specialize=["window"],
     do_not_specialize_on_alignment=[
@@ -131,62 +215,28 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
     query_positions = context + start + tl.arange(0, BLOCK_M) // GROUP
     first, seen_by_all = tile_bounds(context + start, window, BLOCK_N, HAS_WINDOW, IN_CHUNKS)
     end = context + tl.minimum(start + BLOCK_M // GROUP, query_len)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-    row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    head_keys = keys + kv_head * HEAD_DIM
-    head_values = values + kv_head * HEAD_DIM
     table = block_ids + tl.load(block_indptr + row)
-    if not HAS_WINDOW:
-        acc, row_max, row_sum = attend(
-            acc,
-            row_max,
-            row_sum,
-            states,
-            query_positions,
-            head_keys,
-            head_values,
-            table,
-            first,
-            seen_by_all,
-            scale,
-            softcap,
-            window,
-            NUM_KV_HEADS * HEAD_DIM,
-            HEAD_DIM=HEAD_DIM,
-            BLOCK_SIZE=BLOCK_SIZE,
-            BLOCK_N=BLOCK_N,
-            BLOCK_D=BLOCK_D,
-            CAUSAL=False,
-            BOUNDED=False,
-            HAS_WINDOW=False,
-            IN_CHUNKS=False,
-            HAS_SOFTCAP=HAS_SOFTCAP,
-        )
-    acc, row_max, row_sum = attend(
-        acc,
-        row_max,
-        row_sum,
+    acc, row_sum = attend_run(
         states,
         query_positions,
-        head_keys,
-        head_values,
+        keys + kv_head * HEAD_DIM,
+        values + kv_head * HEAD_DIM,
         table,
+        first,
         seen_by_all,
         end,
         scale,
         softcap,
         window,
         NUM_KV_HEADS * HEAD_DIM,
-        HEAD_DIM=HEAD_DIM,
-        BLOCK_SIZE=BLOCK_SIZE,
-        BLOCK_N=BLOCK_N,
-        BLOCK_D=BLOCK_D,
-        CAUSAL=True,
-        BOUNDED=True,
-        HAS_WINDOW=HAS_WINDOW,
-        IN_CHUNKS=IN_CHUNKS,
-        HAS_SOFTCAP=HAS_SOFTCAP,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_D,
+        HAS_WINDOW,
+        IN_CHUNKS,
+        HAS_SOFTCAP,
     )
     acc = acc / row_sum[:, None] * v_scale
     # Read again, which a compiler may not undo: offsets that were known would be kept in registers over both loops.
