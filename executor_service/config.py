@@ -181,6 +181,11 @@ class ExecutorConfig(BaseSettings):
         description='sim: the window of each KV group in tokens, 0 for full attention, -1 for a state, such as "0,64";'
         " -n for chunks of n tokens. Default: one group of full attention.",
     )
+    sim_block_sizes: Annotated[tuple[int, ...], NoDecode, BeforeValidator(_parse_id_list)] = Field(
+        (),
+        description='sim: tokens per block of each KV group of sim_windows, such as "16,32". Default: block_size in'
+        " each.",
+    )
 
     @model_validator(mode="after")
     def _check_model(self) -> Self:

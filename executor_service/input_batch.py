@@ -40,7 +40,8 @@ class StepLimits:
 
     Units:
         max_model_len, max_num_batched_tokens: tokens; max_num_seqs: rows, and samples; num_blocks includes the null
-        block; windows: one value for each KV group, as `KvGroupSpec.window`.
+        block; windows, group_block_sizes: one value for each KV group, as `KvGroupSpec.window` and tokens per block;
+        block_size: tokens per block of groups that have none of their own, for those who ask.
     """
 
     kv_epoch: int
@@ -50,6 +51,7 @@ class StepLimits:
     vocab_size: int
     max_model_len: int
     windows: tuple[int, ...]
+    group_block_sizes: tuple[int, ...]
     max_num_batched_tokens: int
     max_num_seqs: int
     sampling: SamplingParser
@@ -106,13 +108,15 @@ def parse_step(request: pb.ExecuteRequest, limits: StepLimits) -> ParsedStep:
     starts = positions[query_indptr[:-1]]
     tables = _tables(request, seq_lens, starts, limits)
     row_of_token = np.repeat(np.arange(num_rows), np.diff(query_indptr))
-    slots = [_slots(index, table, positions, row_of_token, limits) for index, table in enumerate(tables)]
-    if len(slots) > 1:
-        _require_blocks_of_one_group(slots, limits.block_size)
+    sizes = limits.group_block_sizes
+    slots = [_slots(index, table, positions, row_of_token, sizes[index]) for index, table in enumerate(tables)]
+    written = [of_group // size for of_group, size in zip(slots, sizes, strict=True)]
+    if len(written) > 1:
+        _require_blocks_of_one_group(written)
     for index, window in enumerate(limits.windows):
         if window == STATE and num_rows:
-            blocks = slots[index] // limits.block_size
-            _require_states_of_one_row(index, blocks, row_of_token, _sources(tables[index], starts, limits.block_size))
+            sources = _sources(tables[index], starts, sizes[index])
+            _require_states_of_one_row(index, written[index], row_of_token, sources)
     tag_block_ids, tags = _tags(request, limits)
     return ParsedStep(
         query_indptr=query_indptr,
@@ -121,7 +125,7 @@ def parse_step(request: pb.ExecuteRequest, limits: StepLimits) -> ParsedStep:
         seq_lens=seq_lens,
         tables=tables,
         slot_mappings=slots,
-        written_blocks=frozen(np.concatenate(slots) // limits.block_size),
+        written_blocks=frozen(np.concatenate(written)),
         fed_rows=fed_rows,
         fed_places=fed_places,
         feed_index=feed_index,
@@ -239,18 +243,22 @@ def _tables(request: pb.ExecuteRequest, seq_lens: Int32, starts: Int32, limits: 
     if len(request.block_tables) != num_groups:
         expected = f"{num_groups} entries, one for each KV group"
         raise InvalidFieldError("block_tables", expected, f"{len(request.block_tables)} entries")
-    blocks_needed = (seq_lens - 1) // np.int32(limits.block_size) + 1
+    # By size: groups are many and sizes few.
+    needed = {size: (seq_lens - 1) // np.int32(size) + 1 for size in limits.group_block_sizes}
     return [
         _table(
             message,
             f"block_tables[{index}]",
             seq_lens=seq_lens,
             starts=starts,
-            blocks_needed=blocks_needed,
+            blocks_needed=needed[size],
             window=window,
-            limits=limits,
+            block_size=size,
+            num_blocks=limits.num_blocks,
         )
-        for index, (message, window) in enumerate(zip(request.block_tables, limits.windows, strict=True))
+        for index, (message, window, size) in enumerate(
+            zip(request.block_tables, limits.windows, limits.group_block_sizes, strict=True)
+        )
     ]
 
 
@@ -262,7 +270,8 @@ def _table(
     starts: Int32,
     blocks_needed: Int32,
     window: int,
-    limits: StepLimits,
+    block_size: int,
+    num_blocks: int,
 ) -> GroupTables:
     """Check the tables of one group; `starts` are the positions of the rows' first tokens."""
     block_ids = int32_column(message.block_ids, f"{field}.block_ids")
@@ -273,20 +282,18 @@ def _table(
         row = int(np.argmax(lengths != blocks_needed))
         expected = (
             f"{int(blocks_needed[row])} blocks for row {row} (sequence of {int(seq_lens[row])} tokens, "
-            f"block_size {limits.block_size})"
+            f"block_size {block_size})"
         )
         raise InvalidFieldError(f"{field}.block_indptr", expected, f"{int(lengths[row])} blocks")
-    require_range(block_ids, 0 if window else 1, limits.num_blocks, f"{field}.block_ids")
+    require_range(block_ids, 0 if window else 1, num_blocks, f"{field}.block_ids")
     if window:
-        _require_window(
-            block_ids, indptr, f"{field}.block_ids", starts=starts, window=window, block_size=limits.block_size
-        )
+        _require_window(block_ids, indptr, f"{field}.block_ids", starts=starts, window=window, block_size=block_size)
     last_block_len = int32_column(message.last_block_len, f"{field}.last_block_len")
     require_length(last_block_len, len(seq_lens), f"{field}.last_block_len")
-    lens_needed = (seq_lens - 1) % np.int32(limits.block_size) + 1
+    lens_needed = (seq_lens - 1) % np.int32(block_size) + 1
     if (last_block_len != lens_needed).any():
         row = int(np.argmax(last_block_len != lens_needed))
-        expected = f"{int(lens_needed[row])} (sequence of {int(seq_lens[row])} tokens)"
+        expected = f"{int(lens_needed[row])} (sequence of {int(seq_lens[row])} tokens, block_size {block_size})"
         raise InvalidFieldError(f"{field}.last_block_len[{row}]", expected, int(last_block_len[row]))
     return GroupTables(indptr, block_ids, last_block_len)
 
@@ -320,9 +327,9 @@ def _described(window: int) -> str:
     return f"chunks of {size}" if size else f"a window of {window}"
 
 
-def _require_blocks_of_one_group(slots: list[npt.NDArray[np.int64]], block_size: int) -> None:
-    """Check that no block is written in two groups."""
-    written = np.sort(np.concatenate([np.unique(of_group // block_size) for of_group in slots]))
+def _require_blocks_of_one_group(written_blocks: list[npt.NDArray[np.int64]]) -> None:
+    """Check that no block is written in two groups. Shape: (T,) for each."""
+    written = np.sort(np.concatenate([np.unique(blocks) for blocks in written_blocks]))
     twice = written[1:] == written[:-1]
     if twice.any():
         raise InvalidFieldError(
@@ -370,15 +377,15 @@ def _require_states_of_one_row(
 
 
 def _slots(
-    group: int, table: GroupTables, positions: Int32, row_of_token: npt.NDArray[np.int64], limits: StepLimits
+    group: int, table: GroupTables, positions: Int32, row_of_token: npt.NDArray[np.int64], block_size: int
 ) -> npt.NDArray[np.int64]:
     """Return the slot of each token; two tokens never write the same one."""
-    places = table.block_indptr[row_of_token] + positions // np.int32(limits.block_size)
-    slots = table.block_ids[places].astype(np.int64) * limits.block_size + positions % np.int32(limits.block_size)
+    places = table.block_indptr[row_of_token] + positions // np.int32(block_size)
+    slots = table.block_ids[places].astype(np.int64) * block_size + positions % np.int32(block_size)
     ordered = np.sort(slots)
     twice = ordered[1:] == ordered[:-1]
     if twice.any():
-        block, offset = divmod(int(ordered[np.argmax(twice)]), limits.block_size)
+        block, offset = divmod(int(ordered[np.argmax(twice)]), block_size)
         raise InvalidFieldError(
             f"block_tables[{group}].block_ids",
             "every slot written by one token of the step",

@@ -242,6 +242,7 @@ class KvSession:
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
             windows=tuple(group.window for group in info.kv_groups),
+            group_block_sizes=info.group_block_sizes,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             sampling=SamplingParser(info.vocab_size, info.max_logprobs),

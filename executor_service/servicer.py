@@ -240,6 +240,7 @@ def _kv_group(group: KvGroupSpec) -> pb.KvGroup:
         bytes_per_block=group.bytes_per_block,
         window=max(group.window, 0),
         chunk=chunk_size(group.window),
+        block_size=group.block_size,
     )
 
 

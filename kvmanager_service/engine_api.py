@@ -88,7 +88,12 @@ class ManagerState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """The block pool; `PoolStats`. Block counts leave the null block out."""
+    """The block pool; `PoolStats`. Block counts leave the null block out.
+
+    Attributes:
+        block_size: tokens that hits are multiples of.
+        group_block_sizes: tokens per block, by KV group.
+    """
 
     block_size: int
     num_blocks: int
@@ -98,6 +103,7 @@ class PoolView:
     num_host_blocks: int = 0
     used_host_blocks: int = 0
     pinned_blocks: int = 0
+    group_block_sizes: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

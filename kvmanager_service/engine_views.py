@@ -12,7 +12,7 @@ from typing import overload
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.core.group_key import group_of
-from kvmanager_service.core.kv_cache import KVCache, num_groups
+from kvmanager_service.core.kv_cache import KVCache, group_block_sizes, num_groups
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix, PinnedPrefixes
 from kvmanager_service.core.request import Request, RequestStatus
 from kvmanager_service.core.scheduler import Scheduler
@@ -49,6 +49,7 @@ def engine_stats(uptime_seconds: float, state: ManagerState, scheduler: Schedule
             num_host_blocks=0 if swap_space is None else swap_space.num_host_blocks,
             used_host_blocks=0 if swap_space is None else swap_space.num_used_host_blocks,
             pinned_blocks=scheduler.pins.num_held_blocks,
+            group_block_sizes=group_block_sizes(scheduler.kv),
         ),
         requests_waiting=len(scheduler.waiting) + scheduler.book.num_followers,
         requests_running=len(scheduler.running),

@@ -28,18 +28,24 @@ def read_groups(kv_groups: Sequence[pb.KvGroup], block_size: int) -> list[KVGrou
 
     Args:
         kv_groups: `GetModelInfoResponse.kv_groups`.
-        block_size: tokens per block, at least 1.
+        block_size: tokens per block, at least 1, of groups that have no block size of their own.
 
     Raises:
-        UnsupportedGroupsError: none, too many, or one of a type, window or chunk that the core does not know.
+        UnsupportedGroupsError: none, too many, or one of a type, window, chunk or block size that the core does not
+            know.
     """
     if not 1 <= len(kv_groups) <= MAX_GROUPS:
         raise UnsupportedGroupsError(f"1 to {MAX_GROUPS} groups, got {len(kv_groups)}")
     return [_read_group(index, group, block_size) for index, group in enumerate(kv_groups)]
 
 
-def _read_group(index: int, group: pb.KvGroup, block_size: int) -> KVGroup:
+def _read_group(index: int, group: pb.KvGroup, default_block_size: int) -> KVGroup:
     window, chunk = group.window, group.chunk
+    if group.block_size < 0:
+        raise UnsupportedGroupsError(
+            f"a block_size of at least 1 token, or 0 for the executor's, got group {index} with {group.block_size}"
+        )
+    block_size = group.block_size or default_block_size
     if group.type == pb.KV_GROUP_TYPE_FULL_ATTENTION and window == chunk == 0:
         return FullAttention(block_size)
     if group.type == pb.KV_GROUP_TYPE_SLIDING_WINDOW and window >= 1 and chunk == 0:

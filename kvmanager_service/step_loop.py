@@ -23,7 +23,7 @@ from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.block_history import BlockHistory
 from kvmanager_service.core.errors import BadResultError, CoreError
 from kvmanager_service.core.fair_queue import FairWeights
-from kvmanager_service.core.kv_cache import make_kv_cache, table_sizes
+from kvmanager_service.core.kv_cache import group_block_sizes, make_kv_cache, table_sizes
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import FinishReason, NewRequest, Request, RequestOutput
 from kvmanager_service.core.scheduler import Scheduler
@@ -211,8 +211,9 @@ class StepLoop:
         _log.info(
             "kv_cache_ready",
             num_blocks=kv_cache.num_blocks,
-            block_size=kv_cache.block_size,
+            block_size=kv.block_size,
             num_groups=len(groups),
+            group_block_sizes=group_block_sizes(kv),
             num_host_blocks=ready.num_host_blocks,
             adopted_blocks=adopted,
         )

@@ -123,6 +123,7 @@ def _pool_from(pool: manager_pb.PoolStats) -> mt.PoolStats:
         num_host_blocks=pool.num_host_blocks,
         used_host_blocks=pool.used_host_blocks,
         pinned_blocks=pool.pinned_blocks,
+        group_block_sizes=tuple(pool.group_block_sizes),
     )
 
 

@@ -101,7 +101,8 @@ class PoolStats:
     """The block pool.
 
     Attributes:
-        block_size: Tokens per block.
+        block_size: Tokens per block; of KV groups with block sizes of their own their least common multiple, which
+            reused prefixes are multiples of.
         num_blocks: Usable blocks.
         free_blocks: Blocks no request and no pin references.
         cached_blocks: Blocks with a hash, free or in use.
@@ -109,6 +110,7 @@ class PoolStats:
         num_host_blocks: Blocks in host memory that the manager swaps to; 0 where it does not.
         used_host_blocks: Those that hold blocks of preempted requests, or are being copied.
         pinned_blocks: Blocks that pins hold.
+        group_block_sizes: Tokens per block of each KV group.
     """
 
     block_size: int
@@ -119,6 +121,7 @@ class PoolStats:
     num_host_blocks: int
     used_host_blocks: int
     pinned_blocks: int = 0
+    group_block_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class KvGroupSpec:
     Units:
         bytes_per_block: bytes of one block over all layers of the group, K and V together; window: tokens that a token
         reads, itself included, 0 for full attention, `chunks_of` for chunks, STATE for a state, of which heads and
-        their size are 0.
+        their size are 0; block_size: tokens per block, 0 for `ModelInfo.block_size`.
     """
 
     num_layers: int
@@ -77,6 +77,7 @@ class KvGroupSpec:
     head_dim: int
     bytes_per_block: int
     window: int = 0
+    block_size: int = 0
 
     def most_blocks(self, num_tokens: int, block_size: int, longest_chunk: int) -> int:
         """Most blocks of this group that a sequence holds on its way to num_tokens tokens.
@@ -125,6 +126,11 @@ class ModelInfo:
     tensor_parallel_size: int = 1
     max_adapters: int = 0
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def group_block_sizes(self) -> tuple[int, ...]:
+        """Tokens per block of each KV group."""
+        return tuple(group.block_size or self.block_size for group in self.kv_groups)
 
 
 @dataclass(frozen=True)
@@ -210,7 +216,7 @@ class GroupTables:
     """Block tables of all rows in one KV group.
 
     Shape:
-        block_indptr: (R + 1,), block_ids: (block_indptr[R],), last_block_len: (R,) in [1, block_size].
+        block_indptr: (R + 1,), block_ids: (block_indptr[R],), last_block_len: (R,) in [1, the group's block_size].
 
     Invariants:
         No id is 0, the null block, but of a group with a window, chunks or a state, before what the row's first token
@@ -255,8 +261,8 @@ class StepBatch:
 
     Shape:
         query_indptr: (R + 1,); token_ids, positions: (T,); seq_lens: (R,) sequence length after this step;
-        tables: one per KV group; slot_mappings: one (T,) int64 per KV group, block_id * block_size + offset;
-        adapter_ids: (R,) of loaded adapters, 0 for the model itself; None where no row has one.
+        tables: one per KV group; slot_mappings: one (T,) int64 per KV group, block_id * block_size + offset, with the
+        group's block_size; adapter_ids: (R,) of loaded adapters, 0 for the model itself; None where no row has one.
 
     Invariants:
         Every array is C-contiguous and read-only; every id is in range; positions of a row end at seq_lens[row] - 1.

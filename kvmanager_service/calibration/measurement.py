@@ -112,7 +112,7 @@ async def measure(
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             max_model_len=info.max_model_len,
-            block_size=info.block_size,
+            block_size=groups[0].block_size,
             num_blocks=profile.num_blocks,
             vocab_size=info.vocab_size,
             groups=tuple(groups),

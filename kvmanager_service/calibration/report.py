@@ -49,7 +49,8 @@ def _group(group: pb.KvGroup) -> dict[str, Any]:
         pb.KV_GROUP_TYPE_SLIDING_WINDOW: {"window": group.window},
         pb.KV_GROUP_TYPE_CHUNKED_LOCAL: {"chunk": group.chunk},
     }
-    return {"type": kind, **sizes.get(group.type, {}), "num_layers": group.num_layers}
+    own = {"block_size": group.block_size} if group.block_size else {}
+    return {"type": kind, **sizes.get(group.type, {}), **own, "num_layers": group.num_layers}
 
 
 def _step(step: Measured, model: CostModel) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class CalibrationLimits:
     Attributes:
         max_num_batched_tokens, max_num_seqs: most tokens and rows of a step.
         max_model_len: most tokens of a sequence, the one that is sampled included.
-        block_size: tokens per block.
+        block_size: tokens per block, of the first group.
         num_blocks: blocks there may be, the null block included.
         vocab_size: token ids are below.
         groups: the model's KV groups; none: one, of full attention.

@@ -17,7 +17,6 @@ Station: raised by `core`, mapped to a gRPC status by `kvmanager_service.errors`
     └── EventsForgottenError    the cache's events are not kept that far back
 
     BadResultError              an executor's result does not fit its step
-    GroupLayoutError            a model's layers cannot be laid out as KV groups
 
 Never compiled (`hatch_build.py`): an exception class of mypyc can be weakly referenced, and dies without telling so.
 """
@@ -30,7 +29,6 @@ __all__ = [
     "DuplicatePinError",
     "DuplicateRequestError",
     "EventsForgottenError",
-    "GroupLayoutError",
     "InvalidRequestError",
     "PinLimitError",
     "PoolExhaustedError",
@@ -114,7 +112,3 @@ def invalid_parameter(field: str, expected: str, got: object, advice: str = "") 
 
 class BadResultError(Exception):
     """A result does not fit the step it answers; nothing of it was used."""
-
-
-class GroupLayoutError(ValueError):
-    """These layers cannot be served as asked; the message says expected, got and what to do."""

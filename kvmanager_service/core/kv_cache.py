@@ -64,6 +64,11 @@ def table_sizes(kv: KVCache) -> list[int]:
     return [group.block_size for group in kv.groups] if isinstance(kv, KVCacheCoordinator) else []
 
 
+def group_block_sizes(kv: KVCache) -> tuple[int, ...]:
+    """By group, tokens per block; of the one group, too, whose tables are in `blocks`."""
+    return tuple(table_sizes(kv)) or (kv.block_size,)
+
+
 def num_groups(kv: KVCache) -> int:
     """How many KV groups there are."""
     return len(kv.groups) if isinstance(kv, KVCacheCoordinator) else 1

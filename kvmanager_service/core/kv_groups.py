@@ -1,7 +1,8 @@
 """What each attention type needs of a block table: one small object per KV group.
 
-Station: a model's groups are planned by `group_layout`, used by `KVCacheCoordinator`. A group is a set of layers with
-one block table per request; entry i speaks of the tokens [i * block_size, (i + 1) * block_size). It knows no pool.
+Station: a model's groups are what its executor says (`executor_groups`), used by `KVCacheCoordinator`. A group is a set
+of layers with one block table per request; entry i speaks of the tokens [i * block_size, (i + 1) * block_size). It
+knows no pool.
 
 All types differ in one thing, how far back the next token reads:
 

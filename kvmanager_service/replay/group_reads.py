@@ -51,7 +51,7 @@ class GroupReads:
         self._readers = [(by_kind[kind], share) for kind, share in shares.items() if kind[0] is not RecurrentState]
         self.has_kv = bool(self._readers)
         self.is_full = all(isinstance(group, FullAttention) for group in groups)
-        self.tokens_per_block = min(group.block_size for group in groups) / len(groups)
+        self.tokens_per_block = 1 / sum(1 / group.block_size for group in groups)
 
     @classmethod
     def of(cls, kv: KVCache, num_layers: Sequence[int] = ()) -> GroupReads:

@@ -34,7 +34,8 @@ MAX_GROUPS = 64
 
 _MAX_INT32 = (1 << 31) - 1
 _GROUP = re.compile(
-    r"(?:(?P<count>[1-9]\d?)x)?(?:(?P<plain>full|state)|(?P<sized>window|chunk|state):(?P<size>[1-9]\d{0,8}))"
+    r"(?:(?P<count>[1-9]\d?)x)?(?:(?P<state>state)(?::(?P<interval>[1-9]\d{0,8}))?"
+    r"|(?P<kind>full|window:(?P<window>[1-9]\d{0,8})|chunk:(?P<chunk>[1-9]\d{0,8}))(?:@(?P<block>[1-9]\d{0,3}))?)"
 )
 _FILE_TYPES = {
     "full_attention": "full", "sliding_window": "window", "chunked_local": "chunk", "recurrent_state": "state",
@@ -67,11 +68,13 @@ class GroupShape:
         kind: "full", "window", "chunk" or "state".
         size: tokens of the window or the chunk; of a state, tokens between checkpoints, 0 for those of a block.
         num_layers: how many layers, for what they read; counts of one cache are compared only with each other.
+        block_size: tokens per block of its own, but of a state; 0 for those of the cache.
     """
 
     kind: str
     size: int = 0
     num_layers: int = 1
+    block_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +87,17 @@ class KvGeometry:
 
 
 def read_groups(text: str) -> tuple[GroupShape, ...]:
-    """Read groups such as "full,5xwindow:1024,state:512", those of full attention first. Raises ValueError."""
+    """Read groups such as "full,5xwindow:1024@32,state:512", those of full attention first. Raises ValueError."""
     groups: list[GroupShape] = []
     for part in text.split(","):
         found = _GROUP.fullmatch(part.strip())
         if found is None:
             raise ValueError(text)
-        shape = GroupShape(found["plain"] or found["sized"], int(found["size"] or 0))
+        if found["state"]:
+            shape = GroupShape("state", int(found["interval"] or 0))
+        else:
+            size = int(found["window"] or found["chunk"] or 0)
+            shape = GroupShape(found["kind"].partition(":")[0], size, block_size=int(found["block"] or 0))
         groups += [shape] * int(found["count"] or 1)
     if len(groups) > MAX_GROUPS:
         raise ValueError(text)
@@ -107,6 +114,7 @@ def describe_groups(groups: Sequence[GroupShape]) -> str:
     parts: list[tuple[str, int]] = []
     for group in groups:
         name = f"{group.kind}:{group.size}" if group.size else group.kind
+        name += f"@{group.block_size}" if group.block_size else ""
         if parts and parts[-1][0] == name:
             parts[-1] = (name, parts[-1][1] + 1)
         else:
@@ -115,11 +123,12 @@ def describe_groups(groups: Sequence[GroupShape]) -> str:
 
 
 def make_groups(groups: Sequence[GroupShape], block_size: int) -> list[KVGroup]:
-    """The core's groups."""
+    """The core's groups; block_size is that of those which have none of their own."""
     return [_make_group(group, block_size) for group in groups]
 
 
-def _make_group(group: GroupShape, block_size: int) -> KVGroup:
+def _make_group(group: GroupShape, default_block_size: int) -> KVGroup:
+    block_size = group.block_size or default_block_size
     match group.kind:
         case "window":
             return SlidingWindow(block_size, group.size)
@@ -164,8 +173,12 @@ def _read_shape(path: Path, values: object) -> GroupShape:
     kind = _FILE_TYPES.get(str(values.get("type"))) if isinstance(values, dict) else None
     if not isinstance(values, dict) or kind is None:
         raise KvCacheFileError(str(path), f"groups with a type of {', '.join(_FILE_TYPES)}", repr(values))
+    block_size = _integer(path, "block_size of a group", values.get("block_size", 0), 0)
+    num_layers = _integer(path, "num_layers of a group", values.get("num_layers"), 1)
+    if kind == "state":
+        return GroupShape(kind, block_size, num_layers)
     size = _integer(path, f"{kind} of a group", values.get(kind), 1) if kind in ("window", "chunk") else 0
-    return GroupShape(kind, size, _integer(path, "num_layers of a group", values.get("num_layers"), 1))
+    return GroupShape(kind, size, num_layers, block_size)
 
 
 def _integer(path: Path, name: str, value: Any, least: int) -> int:

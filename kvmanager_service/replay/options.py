@@ -87,7 +87,7 @@ def _groups(text: str) -> tuple[GroupShape, ...]:
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"expected up to {MAX_GROUPS} groups of full, window:N, chunk:N, state or state:N, such as"
-            f" full,5xwindow:1024, got {text!r}"
+            f" full,5xwindow:1024, those that attend with @B for blocks of B tokens, got {text!r}"
         ) from None
 
 
@@ -168,8 +168,8 @@ def _add_pool(parser: argparse.ArgumentParser) -> None:
     pool.add_argument(
         "--kv-groups", type=_groups, metavar="GROUPS",
         help="the model's KV groups, each with tables of its own: full attention, a sliding window or a local chunk of"
-        " N tokens, a state with a checkpoint every N, or every block; such as full,5xwindow:1024,state:512;"
-        " default: those of --kv-cache, or full",
+        " N tokens, a state with a checkpoint every N, or every block; such as full,5xwindow:1024,state:512; with @B,"
+        " as in window:1024@32, blocks of that group have B tokens; default: those of --kv-cache, or full",
     )  # fmt: skip
     pool.add_argument(
         "--kv-cache", type=Path, metavar="FILE",

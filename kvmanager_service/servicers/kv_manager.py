@@ -265,6 +265,7 @@ def _to_stats(stats: EngineStats, settings: pb.SchedulerSettings) -> pb.GetStats
         response.pool.num_host_blocks = stats.pool.num_host_blocks
         response.pool.used_host_blocks = stats.pool.used_host_blocks
         response.pool.pinned_blocks = stats.pool.pinned_blocks
+        response.pool.group_block_sizes.extend(stats.pool.group_block_sizes)
     return response
 
 

@@ -65,6 +65,26 @@ async def test_groups_on_a_small_pool_give_the_oracles_tokens(
     assert stats.pool.used_host_blocks == 0
 
 
+async def test_groups_with_block_sizes_of_their_own_give_the_oracles_tokens_and_are_shown(cluster: Cluster) -> None:
+    windows = (0, 24, 24)
+    jobs = jobs_of(35, 30, windows, prompt=(1, 120), output=(20, 120))
+    start(cluster, windows, "swap", sim_block_sizes="8,16,16", sim_num_blocks=70, swap_space="64KiB")
+    async with cluster.client() as client:
+        async with Running(client, jobs) as running:
+            await running.finished()
+        twins = [Job(list(range(100)), 5, windows=windows) for _ in range(2)]
+        for twin in twins:
+            async with Running(client, [twin]) as running:
+                await running.finished()
+        stats = await settled(client)
+    assert stats.preemptions > 0
+    assert stats.swapped_in > 0
+    assert stats.steps_failed == 0
+    assert twins[1].cached_tokens == 96
+    assert stats.pool is not None
+    assert (stats.pool.block_size, stats.pool.group_block_sizes) == (16, (8, 16, 16))
+
+
 async def test_groups_a_killed_executor_and_a_killed_manager_change_no_token(cluster: Cluster) -> None:
     windows = (0, 40)
     start(cluster, windows, sim_step_ms=2)

@@ -30,9 +30,11 @@ MAX_POOL_TOKENS = 10_000
 """Of a pool whose groups all have windows: it holds sequences of any length."""
 
 
-def kv_groups(block_size: int, windows: tuple[int, ...]) -> list[KVGroup]:
-    """The core's groups for a sim executor's windows."""
-    return [kv_group(block_size, window) for window in windows or (0,)]
+def kv_groups(block_size: int, windows: tuple[int, ...], factors: tuple[int, ...] = ()) -> list[KVGroup]:
+    """The core's groups for a sim executor's windows; a factor is what a group's blocks are longer by."""
+    windows = windows or (0,)
+    sizes = [block_size * factor for factor in factors or (1,) * len(windows)]
+    return [kv_group(size, window) for size, window in zip(sizes, windows, strict=True)]
 
 
 def kv_group(block_size: int, window: int) -> KVGroup:
@@ -104,6 +106,8 @@ class SimExecutor:
         config: SchedulerConfig,
         num_host_blocks: int = 0,
         windows: tuple[int, ...] = (),
+        *,
+        factors: tuple[int, ...] = (),
     ) -> None:
         self.token_us = self.copy_us = 0
         self.backend = FailingSimBackend(
@@ -112,9 +116,10 @@ class SimExecutor:
                 max_model_len=MAX_POOL_TOKENS if windows else (num_blocks - 1) * block_size,
                 block_size=block_size,
                 sim_num_blocks=MAX_POOL_TOKENS * len(windows) + 1 if windows else num_blocks,
-                swap_space=num_host_blocks * block_size * 8,
+                swap_space=num_host_blocks * block_size * max(factors or (1,)) * 8,
                 sim_vocab_size=VOCAB_SIZE,
                 sim_windows=windows,
+                sim_block_sizes=tuple(block_size * factor for factor in factors),
             )
         )
         self.session = KvSession(self.backend)
@@ -171,6 +176,7 @@ class World:
         token_us: microseconds that the executor says a token takes.
         copy_us: the same for the copy of a block.
         windows: of the executor's KV groups, 0 for full attention; none is one group of full attention.
+        factors: of each of them, how many times block_size its blocks have; none is once.
 
     Attributes:
         kv_epoch: of the cache that the books are about.
@@ -189,8 +195,10 @@ class World:
         token_us: int = 0,
         copy_us: int = 0,
         windows: tuple[int, ...] = (),
+        factors: tuple[int, ...] = (),
     ) -> None:
         self.windows = windows
+        self.factors = factors
         self.config = config or SchedulerConfig()
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -204,7 +212,9 @@ class World:
         self.watch: Callable[[], None] = lambda: None
 
     def _make_executor(self) -> SimExecutor:
-        executor = SimExecutor(self.num_blocks, self.block_size, self.config, self.num_host_blocks, self.windows)
+        executor = SimExecutor(
+            self.num_blocks, self.block_size, self.config, self.num_host_blocks, self.windows, factors=self.factors
+        )
         executor.token_us, executor.copy_us = self._times
         return executor
 

@@ -83,7 +83,8 @@ def _pool(pool: PoolStats | None) -> str:
     share = used / pool.num_blocks if pool.num_blocks else 0.0
     pinned = f", {pool.pinned_blocks} pinned" if pool.pinned_blocks else ""
     kept = f"{pool.cached_blocks} cached{pinned}"
-    return f"{used} of {pool.num_blocks} used ({share:.0%}), {kept}, {pool.block_size} tokens each"
+    sizes = " or ".join(str(size) for size in sorted({*pool.group_block_sizes}) or [pool.block_size])
+    return f"{used} of {pool.num_blocks} used ({share:.0%}), {kept}, {sizes} tokens each"
 
 
 def _preemptions(current: Stats) -> str:

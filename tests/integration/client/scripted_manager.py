@@ -311,6 +311,7 @@ STATS = manager_pb.GetStatsResponse(
         num_host_blocks=20,
         used_host_blocks=7,
         pinned_blocks=2,
+        group_block_sizes=[16],
     ),
     requests_waiting=1,
     requests_running=2,

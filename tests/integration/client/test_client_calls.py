@@ -62,7 +62,7 @@ async def test_get_stats_returns_plain_values(client: AsyncClient) -> None:
     stats = await client.get_stats()
 
     assert stats.state is ManagerState.SERVING
-    assert stats.pool == PoolStats(16, 10, 6, 5, 9, 20, 7, 2)
+    assert stats.pool == PoolStats(16, 10, 6, 5, 9, 20, 7, 2, (16,))
     assert (stats.swapped_out, stats.swapped_in, stats.settings.preemption_mode) == (4, 3, "swap")
     assert stats.requests_finished == {"stop": 3, "length": 1}
     assert (stats.settings.policy, stats.settings.max_waiting) == ("fcfs", 64)

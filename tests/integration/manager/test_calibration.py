@@ -52,10 +52,15 @@ class PricedBackend(SimBackend):
     Args:
         clock: moves on.
         windows: of its groups, each of one layer.
+        sizes: tokens per block of each group; none: 16.
     """
 
-    def __init__(self, clock: Clock, windows: tuple[int, ...] = (0,)) -> None:
-        super().__init__(SimBackendConfig(sim_num_blocks=600 * len(windows), max_model_len=1500, sim_windows=windows))
+    def __init__(self, clock: Clock, windows: tuple[int, ...] = (0,), sizes: tuple[int, ...] = ()) -> None:
+        super().__init__(
+            SimBackendConfig(
+                sim_num_blocks=600 * len(windows), max_model_len=1500, sim_windows=windows, sim_block_sizes=sizes
+            )
+        )
         self._clock = clock
         self._windows = windows
 
@@ -107,9 +112,22 @@ def terms(model: CostModel) -> list[float]:
     return [getattr(model, name) for name in TERMS]
 
 
-@pytest.mark.parametrize("windows", [(0,), (0, 64, 64), (0, 100, STATE), (200,)])
-async def test_calibration_of_known_costs_gives_every_term_back(clock: Clock, windows: tuple[int, ...]) -> None:
-    async with running_executor(sim_config(), PricedBackend(clock, windows)) as executor:
+@pytest.mark.parametrize(
+    ("windows", "sizes"),
+    [
+        ((0,), ()),
+        ((0, 64, 64), ()),
+        ((0, 100, STATE), ()),
+        ((200,), ()),
+        ((0,), (8,)),
+        ((0, 64, 64), (16, 32, 32)),
+        ((0, 100, STATE), (32, 16, 64)),
+    ],
+)
+async def test_calibration_of_known_costs_gives_every_term_back(
+    clock: Clock, windows: tuple[int, ...], sizes: tuple[int, ...]
+) -> None:
+    async with running_executor(sim_config(), PricedBackend(clock, windows, sizes)) as executor:
         found = await calibrate(executor.address)
     # An executor says whole microseconds.
     assert terms(fit_cost_model(found.steps)) == pytest.approx(terms(KNOWN), rel=2e-3)

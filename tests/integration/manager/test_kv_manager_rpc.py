@@ -71,6 +71,7 @@ async def test_get_stats_carries_every_field(manager: Manager) -> None:
         num_host_blocks=40,
         used_host_blocks=3,
         pinned_blocks=5,
+        group_block_sizes=[8, 16],
     )
     tenants = [TenantView("b", 1, 2, 3.5), TenantView("", 4, 5, 0.0)]
     manager.engine.stats_value = EngineStats(1.5, ManagerState.DRAINING, pool, **counters, tenants=tenants)  # type: ignore[arg-type]

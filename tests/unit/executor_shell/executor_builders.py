@@ -98,11 +98,12 @@ def make_step(
     rows: Sequence[Row],
     *,
     block_size: int = BLOCK_SIZE,
+    block_sizes: Sequence[int] = (),
     feeds_from_step_id: int = 0,
     tags: dict[int, bytes] | None = None,
     copies: Sequence[tuple[int, int, int]] = (),
 ) -> pb.ExecuteRequest:
-    """A step as the contract wants it; copies are (direction, source, target)."""
+    """A step as the contract wants it; copies are (direction, source, target), block_sizes those of KV groups."""
     lengths = [len(row.token_ids) for row in rows]
     ends = [row.start + length for row, length in zip(rows, lengths, strict=True)]
     num_groups = max([len(row.tables()) for row in rows], default=1)
@@ -113,7 +114,8 @@ def make_step(
         token_ids=column([token for row in rows for token in row.token_ids]),
         positions=column([pos for row, end in zip(rows, ends, strict=True) for pos in range(row.start, end)]),
         block_tables=[
-            _block_tables([row.tables()[group] for row in rows], ends, block_size) for group in range(num_groups)
+            _block_tables([row.tables()[group] for row in rows], ends, size)
+            for group, size in enumerate(block_sizes or [block_size] * num_groups)
         ],
         feeds_from_step_id=feeds_from_step_id,
     )

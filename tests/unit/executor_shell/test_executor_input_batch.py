@@ -7,7 +7,7 @@ from executor_service.backends.base import STATE
 from executor_service.errors import InvalidFieldError
 from executor_service.input_batch import StepLimits, fill_batch, parse_step
 from executor_service.sampling_input import SamplingParser
-from tests.unit.executor_shell.executor_builders import BLOCK_SIZE, Row, Sample, column, greedy, make_step
+from tests.unit.executor_shell.executor_builders import BLOCK_SIZE, Row, Sample, column, greedy, make_step, values_of
 
 NAN, INF = float("nan"), float("inf")
 NO_TOKENS = np.empty(0, dtype=np.int32)
@@ -26,7 +26,8 @@ def make_limits(**values):
         "max_num_seqs": 4,
         "sampling": SamplingParser(100, 5),
     }
-    return StepLimits(**(defaults | values))
+    given = defaults | values
+    return StepLimits(**({"group_block_sizes": (given["block_size"],) * len(given["windows"])} | given))
 
 
 def make_valid():
@@ -118,6 +119,59 @@ def test_parse_step_block_written_in_two_groups_is_refused():
     request = make_step(1, 1, [Row([1, 2], [1], more_tables=[[9]]), Row([1, 2], [9], more_tables=[[3]])])
     with pytest.raises(InvalidFieldError, match="every block written in one KV group, got block 9 in two"):
         parse_step(request, make_limits(windows=(0, 0)))
+
+
+def test_parse_step_groups_with_block_sizes_of_their_own_have_tables_and_slots_of_their_own():
+    rows = [Row([1, 2, 3], [1, 2], start=4, more_tables=[[8], [3, 5, 6, 7]]), Row([4], [9], more_tables=[[10], [11]])]
+    request = make_step(1, 1, rows, block_sizes=(4, 16, 2))
+    assert [values_of(table.last_block_len) for table in request.block_tables] == [[3, 1], [7, 1], [1, 1]]
+    step = parse_step(request, make_limits(windows=(0, 0, 3), group_block_sizes=(4, 16, 2)))
+    assert [slots.tolist() for slots in step.slot_mappings] == [
+        [8, 9, 10, 36],
+        [8 * 16 + 4, 8 * 16 + 5, 8 * 16 + 6, 160],
+        [12, 13, 14, 22],
+    ]
+    assert step.written_blocks.tolist() == [2, 2, 2, 9, 8, 8, 8, 10, 6, 6, 7, 11]
+
+
+@pytest.mark.parametrize(
+    ("group", "sizes", "message"),
+    [
+        (1, (4, 4), r"block_tables\[1\].block_indptr: expected 1 blocks for row 0 .* block_size 8\), got 2 blocks"),
+        (0, (8, 8), r"block_tables\[0\].block_indptr: expected 2 blocks for row 0 .* block_size 4\), got 1 blocks"),
+    ],
+)
+def test_parse_step_table_of_another_groups_block_size_is_refused(group, sizes, message):
+    request = make_step(1, 1, [Row([1, 2], [1, 2], start=4, more_tables=[[8, 9]])], block_sizes=sizes)
+    with pytest.raises(InvalidFieldError, match=message):
+        parse_step(request, make_limits(windows=(0, 0), group_block_sizes=(4, 8)))
+
+
+def test_parse_step_last_block_len_of_another_groups_block_size_is_refused():
+    request = make_step(1, 1, [Row([1, 2], [1, 2], start=4, more_tables=[[8]])], block_sizes=(4, 8))
+    request.block_tables[1].last_block_len.CopyFrom(column([2]))
+    with pytest.raises(InvalidFieldError, match=r"block_tables\[1\].last_block_len\[0\]: expected 6 .* got 2"):
+        parse_step(request, make_limits(windows=(0, 0), group_block_sizes=(4, 8)))
+
+
+def test_parse_step_block_written_in_two_groups_of_unequal_blocks_is_refused():
+    """Slot 8 of the first group lies in block 2, slot 16 of the second, too."""
+    request = make_step(1, 1, [Row([1], [2], more_tables=[[2]])], block_sizes=(4, 8))
+    with pytest.raises(InvalidFieldError, match="every block written in one KV group, got block 2 in two"):
+        parse_step(request, make_limits(windows=(0, 0), group_block_sizes=(4, 8)))
+
+
+@pytest.mark.parametrize(("start", "nulls", "taken"), [(9, 1, True), (9, 2, False), (13, 2, True), (13, 3, False)])
+def test_parse_step_null_blocks_go_by_the_groups_own_block_size(start, nulls, taken):
+    """A window of 5 over blocks of 4, beside full attention over blocks of 16."""
+    windowed = [0] * nulls + [2, 3, 4, 5][nulls:]
+    request = make_step(1, 1, [Row([1, 2], [1], start=start, more_tables=[windowed])], block_sizes=(16, 4))
+    limits = make_limits(windows=(0, 5), group_block_sizes=(16, 4))
+    if taken:
+        assert parse_step(request, limits).tables[1].block_ids.tolist() == windowed[: (start + 1) // 4 + 1]
+    else:
+        with pytest.raises(InvalidFieldError, match=r"block_tables\[1\].block_ids\[\d\].* which row 0 reads"):
+            parse_step(request, limits)
 
 
 @pytest.mark.parametrize(

@@ -18,21 +18,35 @@ NO_TOKENS = np.empty(0, dtype=np.int32)
 class Sim:
     """A sim backend that is fed steps as the executor would."""
 
-    def __init__(self, *, block_size=4, num_blocks=64, vocab_size=VOCAB, windows=()):
+    def __init__(self, *, block_size=4, num_blocks=64, vocab_size=VOCAB, windows=(), sizes=()):
         config = SimBackendConfig(
-            block_size=block_size, sim_num_blocks=num_blocks, sim_vocab_size=vocab_size, sim_windows=windows
+            block_size=block_size,
+            sim_num_blocks=num_blocks,
+            sim_vocab_size=vocab_size,
+            sim_windows=windows,
+            sim_block_sizes=sizes,
         )
-        self.block_size = block_size
+        self.block_size, self.sizes = block_size, sizes
         self.backend = SimBackend(config)
         info = self.backend.load()
         self.backend.initialize_kv_cache(num_blocks)
         sampling = SamplingParser(vocab_size, info.max_logprobs)
         self.limits = StepLimits(
-            1, num_blocks, 0, block_size, vocab_size, info.max_model_len, windows or (0,), 10_000, 1_000, sampling
+            kv_epoch=1,
+            num_blocks=num_blocks,
+            num_host_blocks=0,
+            block_size=block_size,
+            vocab_size=vocab_size,
+            max_model_len=info.max_model_len,
+            windows=windows or (0,),
+            group_block_sizes=info.group_block_sizes,
+            max_num_batched_tokens=10_000,
+            max_num_seqs=1_000,
+            sampling=sampling,
         )
 
     def run(self, *rows):
-        request = make_step(1, 1, rows, block_size=self.block_size)
+        request = make_step(1, 1, rows, block_size=self.block_size, block_sizes=self.sizes)
         batch, _ = fill_batch(1, parse_step(request, self.limits), NO_TOKENS)
         return self.backend.execute(batch)
 
@@ -73,6 +87,53 @@ def test_execute_several_groups_give_the_oracles_tokens(windows):
         tokens += sim.tokens(Row([tokens[-1]], first, start=start, more_tables=more))
     assert tokens == oracle(PROMPT, 20, windows=windows)
     assert tokens != oracle(PROMPT, 20)
+
+
+@pytest.mark.parametrize(
+    ("windows", "sizes"),
+    [((0, 5), (4, 8)), ((0, 5), (8, 4)), ((0, 0), (3, 4)), ((0, 2, -9), (2, 6, 4)), ((0, STATE, 3), (4, 12, 2))],
+)
+def test_execute_groups_with_block_sizes_of_their_own_give_the_oracles_tokens(windows, sizes):
+    """Before, the blocks held another sequence, each in another group and so in another size."""
+    sim, length, count = Sim(windows=windows, sizes=sizes, num_blocks=80), len(PROMPT), len(windows)
+    tables = [list(range(1 + 20 * group, 21 + 20 * group)) for group in range(count)]
+    for turn in (1, 0):
+        first, *more = tables[turn:] + tables[:turn]
+        tokens = sim.tokens(Row(PROMPT, first, more_tables=more))
+        while len(tokens) < 12:
+            start = length + len(tokens) - 1
+            tokens += sim.tokens(Row([tokens[-1]], first, start=start, more_tables=more))
+        assert tokens == oracle(PROMPT, 12, windows=windows)
+
+
+def test_execute_block_of_another_size_reads_as_unwritten():
+    """A group that reads what another left, of the same tokens, finds nothing of it."""
+    sim = Sim(windows=(0, 0), sizes=(4, 8))
+    sim.run(Row(list(range(8)), [1, 2], more_tables=[[3]]))
+    right = oracle(list(range(9)), 1, windows=(0, 0))
+    assert sim.tokens(Row([8], [1, 2, 4], start=8, more_tables=[[3, 5]])) == right
+    assert sim.tokens(Row([8], [3, 2, 4], start=8, more_tables=[[3, 5]])) != right
+    sim.run(Row([8], [3], more_tables=[[9]], samples=False))
+    assert sim.tokens(Row([8], [1, 2, 4], start=8, more_tables=[[3, 5]])) != right
+
+
+@pytest.mark.parametrize("sizes", [(4,), (4, 8, 8), (4, 0)])
+def test_load_block_sizes_that_are_not_one_for_each_group_are_refused(sizes):
+    with pytest.raises(BackendError, match="sim_block_sizes: expected a block size of at least 1 for each") as caught:
+        SimBackend(SimBackendConfig(sim_windows=(0, 8), sim_block_sizes=sizes)).load()
+    assert caught.value.reason == "BAD_BLOCK_SIZES"
+
+
+def test_profile_of_unequal_blocks_counts_each_groups_own_and_their_common_bytes():
+    """A sequence of 100 tokens: 25 blocks of 4, and at most 3 of 32 at a time for a window of 20 and chunks of 16."""
+    config = {"sim_windows": (0, 20), "sim_block_sizes": (4, 32), "max_model_len": 100, "swap_space": 1000}
+    profile = SimBackend(SimBackendConfig(**config, sim_num_blocks=29)).profile_memory(16, 4)
+    assert (profile.bytes_per_block, profile.num_blocks, profile.num_host_blocks) == (32 * 8, 29, 3)
+    info = SimBackend(SimBackendConfig(**config)).load()
+    assert info.group_block_sizes == (4, 32)
+    assert {group.bytes_per_block for group in info.kv_groups} == {32 * 8}
+    with pytest.raises(NotEnoughMemoryError, match="needs 29 blocks of 4 or 32 tokens"):
+        SimBackend(SimBackendConfig(**config, sim_num_blocks=28)).profile_memory(16, 4)
 
 
 def test_execute_group_that_reads_another_block_in_its_window_gives_another_token():

@@ -17,6 +17,7 @@ from kvmanager_service.executor_checks import (
     require_model,
 )
 from kvmanager_service.executor_client import ReadyExecutor
+from kvmanager_service.executor_groups import read_groups
 
 SERVED = ModelView("tiny", "f1", 128, 600, (0,), 0, "float32")
 
@@ -135,6 +136,31 @@ def test_executor_of_a_small_pool_need_compute_no_more_than_fits() -> None:
     require_length(SERVED, ready(max_model_len=40, num_blocks=11), longest_chunk=16)
     with pytest.raises(ExecutorUnfitError, match=r"expected at least 40, .* got 39"):
         require_length(SERVED, ready(max_model_len=39, num_blocks=11), longest_chunk=16)
+
+
+def test_executor_whose_groups_have_block_sizes_of_their_own_will_do_and_is_measured_by_them() -> None:
+    executor = ready(max_model_len=300, windows=(0, 8, CHUNKS, STATE))
+    for group, block_size in zip(executor.info.kv_groups, (0, 8, 16, 4), strict=True):
+        group.block_size = block_size
+    require_geometry(executor)
+    groups = read_groups(executor.info.kv_groups, 4)
+    assert [group.block_size for group in groups] == [4, 8, 16, 4]
+    # Of 64 blocks a window of 8 takes at most 4, chunks of 8 3 and a state 5 at a time; 52 of 4 tokens are left.
+    served = dataclasses.replace(SERVED, max_model_len=400)
+    require_length(served, executor, longest_chunk=16)
+    executor.info.max_model_len = 207
+    with pytest.raises(ExecutorUnfitError, match=r"expected at least 208, .* got 207"):
+        require_length(served, executor, longest_chunk=16)
+
+
+def test_executor_with_a_group_of_negative_block_size_is_of_unsupported_geometry() -> None:
+    executor = ready(windows=(0, 8))
+    executor.info.kv_groups[1].block_size = -4
+    with pytest.raises(
+        ExecutorUnfitError, match=r"expected a block_size of at least 1 .* got group 1 with -4"
+    ) as caught:
+        require_geometry(executor)
+    assert caught.value.reason == "KV_GEOMETRY_UNSUPPORTED"
 
 
 async def test_executor_whose_tokenizer_is_none_is_unreadable() -> None:

@@ -220,6 +220,18 @@ def changed(**values: object) -> dict[str, Any]:
     return {"kv_cache": FILE["kv_cache"] | values}
 
 
+def test_groups_with_block_sizes_of_their_own_are_read_described_and_made() -> None:
+    shapes = read_groups("2xwindow:6@8,full@2,chunk:8,state:8")
+    assert describe_groups(shapes) == "full@2,2xwindow:6@8,chunk:8,state:8"
+    full, window, _, chunk, state = make_groups(shapes, 4)
+    assert [group.block_size for group in (full, window, chunk, state)] == [2, 8, 4, 8]
+    assert isinstance(window, SlidingWindow)
+    assert window.window == 6
+    for text in ("state@8", "state:8@8", "full@0", "full@", "window@8"):
+        with pytest.raises(ValueError, match=text):
+            read_groups(text)
+
+
 def test_read_kv_cache_takes_its_part_and_puts_full_attention_first(tmp_path: Path) -> None:
     groups = (GroupShape("full", 0, 1), GroupShape("window", 20, 5), GroupShape("state", 0, 2))
     assert read_kv_cache(written(tmp_path, FILE | {"capacity": 3})) == KvGeometry(90, 8, groups)
@@ -232,6 +244,12 @@ def test_read_kv_cache_takes_its_part_and_puts_full_attention_first(tmp_path: Pa
         (pb.KvGroup(type=pb.KV_GROUP_TYPE_SLIDING_WINDOW, window=20, num_layers=3), GroupShape("window", 20, 3)),
         (pb.KvGroup(type=pb.KV_GROUP_TYPE_CHUNKED_LOCAL, chunk=8, num_layers=3), GroupShape("chunk", 8, 3)),
         (pb.KvGroup(type=pb.KV_GROUP_TYPE_RECURRENT_STATE, num_layers=3), GroupShape("state", 0, 3)),
+        (pb.KvGroup(type=pb.KV_GROUP_TYPE_RECURRENT_STATE, num_layers=3, block_size=64), GroupShape("state", 64, 3)),
+        (pb.KvGroup(type=pb.KV_GROUP_TYPE_FULL_ATTENTION, num_layers=3, block_size=32), GroupShape("full", 0, 3, 32)),
+        (
+            pb.KvGroup(type=pb.KV_GROUP_TYPE_SLIDING_WINDOW, window=20, num_layers=3, block_size=32),
+            GroupShape("window", 20, 3, 32),
+        ),
     ],
     ids=lambda value: value.kind if isinstance(value, GroupShape) else "",
 )
@@ -262,6 +280,11 @@ def test_read_kv_cache_takes_each_type_that_calibration_writes(
         (changed(groups=[{"type": "full_attention"}]), "num_layers of a group: an integer", "None"),
         (changed(num_blocks=1), "num_blocks: an integer of at least 2", "1"),
         (changed(block_size=0), "block_size: an integer of at least 1", "0"),
+        (
+            changed(groups=[{"type": "full_attention", "num_layers": 1, "block_size": -1}]),
+            "block_size of a group: an integer of at least 0",
+            "-1",
+        ),
         (changed(block_size=True), "block_size: an integer of at least 1", "True"),
     ],
 )
@@ -340,6 +363,13 @@ def test_hits_of_groups_are_counted_in_pieces_that_they_agree_on(
     cache = replayed(capsys, trace, "--num-blocks", 900, "--kv-groups", "full,state:48", "--one-at-a-time")[
         "prefix_cache"
     ]
+    assert (cache["hit_blocks"], cache["prompt_blocks"], cache["hit_tokens"]) == (19, 20 * 2, 19 * 48)
+
+
+def test_hits_of_unequal_blocks_are_multiples_of_all(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 64 common tokens 48 are whole blocks of 16 and of 24."""
+    flags = ("--num-blocks", 900, "--kv-groups", "full,window:20@24", "--one-at-a-time")
+    cache = replayed(capsys, trace, *flags)["prefix_cache"]
     assert (cache["hit_blocks"], cache["prompt_blocks"], cache["hit_tokens"]) == (19, 20 * 2, 19 * 48)
 
 

@@ -151,7 +151,7 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     max_model_len: builtins.int
     """max_model_len is the most tokens of a sequence."""
     block_size: builtins.int
-    """block_size is tokens per block."""
+    """block_size is tokens per block, at least 1: of every KV group that has no KvGroup.block_size of its own."""
     max_logprobs: builtins.int
     """max_logprobs is the most top log probabilities a row may ask for."""
     tensor_parallel_size: builtins.int
@@ -211,6 +211,12 @@ class KvGroup(google.protobuf.message.Message):
     """KvGroup is a set of layers that share one block table. All groups take their blocks from one cache: a block is in
     tables of one group at a time, and large enough for any of them.
 
+    So a block has the same bytes in every group, ProfileMemoryResponse.bytes_per_block, though not as many tokens: layers
+    that keep fewer bytes of a token may have more tokens in a block. In what follows block_size is the group's own
+    wherever tables, slots or states of a group are spoken of. Copies, tags and host blocks are of whole blocks and do not
+    depend on it: a block keeps its bytes, whichever group's they are. Who hands a block from one group's tables to
+    another's has it rewritten before it is read, as between two sequences of one group.
+
     Only layers that keep something of their own are layers of a group. One that reads what an earlier layer of the same
     forward pass wrote (cross-layer sharing) has no part of any block: it is the executor's own business, and not counted.
     """
@@ -224,6 +230,7 @@ class KvGroup(google.protobuf.message.Message):
     BYTES_PER_BLOCK_FIELD_NUMBER: builtins.int
     WINDOW_FIELD_NUMBER: builtins.int
     CHUNK_FIELD_NUMBER: builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: builtins.int
     type: Global___KvGroupType.ValueType
     """type is how the layers use their blocks."""
     num_layers: builtins.int
@@ -233,7 +240,9 @@ class KvGroup(google.protobuf.message.Message):
     head_dim: builtins.int
     """head_dim is elements per head, 0 with KV_GROUP_TYPE_RECURRENT_STATE."""
     bytes_per_block: builtins.int
-    """bytes_per_block is bytes one block takes over all layers of the group."""
+    """bytes_per_block is bytes one block takes over all layers of the group. The same in all groups: what a group with fewer
+    layers than others leaves unused of a block counts, too.
+    """
     window: builtins.int
     """window is how many tokens a token reads with KV_GROUP_TYPE_SLIDING_WINDOW, itself and those just before it. At least
     1 there, 0 for other types.
@@ -241,6 +250,11 @@ class KvGroup(google.protobuf.message.Message):
     chunk: builtins.int
     """chunk is how many tokens a chunk has with KV_GROUP_TYPE_CHUNKED_LOCAL: a token at position p reads those from
     p - p % chunk on. At least 1 there, 0 for other types.
+    """
+    block_size: builtins.int
+    """block_size is tokens per block of this group; of a state, tokens from one checkpoint to the next. 0 means
+    GetModelInfoResponse.block_size. A manager refuses a negative one. What it can reuse of a prefix ends at common
+    multiples of all groups' sizes, so they had better be multiples of each other.
     """
     def __init__(
         self,
@@ -252,8 +266,9 @@ class KvGroup(google.protobuf.message.Message):
         bytes_per_block: builtins.int = ...,
         window: builtins.int = ...,
         chunk: builtins.int = ...,
+        block_size: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes_per_block", b"bytes_per_block", "chunk", b"chunk", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "type", b"type", "window", b"window"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "chunk", b"chunk", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "type", b"type", "window", b"window"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___KvGroup: typing_extensions.TypeAlias = KvGroup
@@ -273,7 +288,7 @@ class KvCacheState(google.protobuf.message.Message):
     num_blocks: builtins.int
     """num_blocks is the number of blocks, the null block (id 0) included."""
     block_size: builtins.int
-    """block_size is tokens per block."""
+    """block_size is GetModelInfoResponse.block_size."""
     num_host_blocks: builtins.int
     """num_host_blocks is the number of blocks in host memory that steps may copy to and from, 0 for none."""
     def __init__(
@@ -441,7 +456,7 @@ class ExecuteRequest(google.protobuf.message.Message):
 
     Every layer writes the K/V of all rows before any row attends, so a row may read blocks that another row of the same
     step fills. States are another matter, see BlockTables.block_ids. The slot of position p in row r is block_ids[block_indptr[r] + p / block_size] * block_size +
-    p % block_size.
+    p % block_size. Of several KV groups each has a slot of its own for p, by its own table and its own block_size.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -537,7 +552,7 @@ Global___ExecuteRequest: typing_extensions.TypeAlias = ExecuteRequest
 @typing.final
 class BlockCopies(google.protobuf.message.Message):
     """BlockCopies are C whole blocks to copy, over all layers. They are done as if one after the other, in the order given.
-    A device block that is copied to loses its tag. Errors: INVALID_ARGUMENT for columns of other lengths than each
+    A device block that is copied to loses its tag. It does not matter which KV group a block is of. Errors: INVALID_ARGUMENT for columns of other lengths than each
     other, an unknown direction, an id out of range, or a block copied to itself; then nothing is copied.
     """
 
@@ -574,7 +589,10 @@ Global___BlockCopies: typing_extensions.TypeAlias = BlockCopies
 
 @typing.final
 class BlockTables(google.protobuf.message.Message):
-    """BlockTables are the block tables of all rows in one KV group, in CSR form."""
+    """BlockTables are the block tables of all rows in one KV group, in CSR form. block_size is the group's: KvGroup.block_size,
+    or GetModelInfoResponse.block_size where that is 0. A row of n tokens has (n - 1) / block_size + 1 entries, so its
+    tables in groups of other sizes have other lengths.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

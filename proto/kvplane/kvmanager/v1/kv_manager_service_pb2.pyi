@@ -360,8 +360,11 @@ class PoolStats(google.protobuf.message.Message):
     NUM_HOST_BLOCKS_FIELD_NUMBER: builtins.int
     USED_HOST_BLOCKS_FIELD_NUMBER: builtins.int
     PINNED_BLOCKS_FIELD_NUMBER: builtins.int
+    GROUP_BLOCK_SIZES_FIELD_NUMBER: builtins.int
     block_size: builtins.int
-    """block_size is tokens per block."""
+    """block_size is tokens per block. Of KV groups with block sizes of their own it is their least common multiple: what is
+    reused of a prefix is a multiple of it.
+    """
     num_blocks: builtins.int
     """num_blocks is the number of usable blocks, the null block not counted."""
     free_blocks: builtins.int
@@ -376,6 +379,12 @@ class PoolStats(google.protobuf.message.Message):
     """used_host_blocks is how many of them hold blocks of preempted requests, or are being copied from or to."""
     pinned_blocks: builtins.int
     """pinned_blocks is how many blocks pins hold."""
+    @property
+    def group_block_sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """group_block_sizes are tokens per block of each KV group, in the order of RequestInfo.block_tables; of a state, tokens
+        between checkpoints.
+        """
+
     def __init__(
         self,
         *,
@@ -387,8 +396,9 @@ class PoolStats(google.protobuf.message.Message):
         num_host_blocks: builtins.int = ...,
         used_host_blocks: builtins.int = ...,
         pinned_blocks: builtins.int = ...,
+        group_block_sizes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "kv_epoch", b"kv_epoch", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "pinned_blocks", b"pinned_blocks", "used_host_blocks", b"used_host_blocks"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "group_block_sizes", b"group_block_sizes", "kv_epoch", b"kv_epoch", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "pinned_blocks", b"pinned_blocks", "used_host_blocks", b"used_host_blocks"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PoolStats: typing_extensions.TypeAlias = PoolStats
@@ -941,7 +951,7 @@ class KvBlockStored(google.protobuf.message.Message):
     """medium is where the block lies."""
     @property
     def token_ids(self) -> kvplane.common.v1.common_pb2.Int32Array:
-        """token_ids are the block's tokens, block_size of them. Absent unless WatchKvEventsRequest.include_token_ids."""
+        """token_ids are the block's tokens, as many as a block of the group has. Absent unless WatchKvEventsRequest.include_token_ids."""
 
     @property
     def keys(self) -> Global___KvBlockKeys:
