@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,28 +16,39 @@ from executor_service.backends.base import (
     StepBatch,
     StepResult,
 )
-from executor_service.backends.sim_backend import SimBackend, SimBackendConfig, Uint64
-from tests.conformance.trial import BLOCK_SIZE, CHUNKS, NUM_BLOCKS, NUM_HOST_BLOCKS, VOCAB_SIZE, WINDOWS
+from executor_service.backends.sim_backend import Int64, SimBackend, SimBackendConfig, Uint64
+from tests.conformance.trial import (
+    BLOCK_SIZE,
+    CHUNKS,
+    NUM_BLOCKS,
+    NUM_HOST_BLOCKS,
+    UNEQUAL,
+    VOCAB_SIZE,
+    WINDOWS,
+    unequal,
+)
 
 
 class FaultyBackend(SimBackend):
     """A sim backend of the kit's size, and how it is spoiled."""
 
     WINDOWS: tuple[int, ...] = ()
+    SIZES: tuple[int, ...] = ()
     MAX_LORAS = 0
 
     def __init__(self) -> None:
         groups = max(1, len(self.WINDOWS))
-        super().__init__(
-            SimBackendConfig(
-                block_size=BLOCK_SIZE,
-                sim_num_blocks=NUM_BLOCKS * groups,
-                sim_vocab_size=VOCAB_SIZE,
-                swap_space=NUM_HOST_BLOCKS * BLOCK_SIZE * 8 * groups,
-                sim_windows=self.WINDOWS,
-                max_loras=self.MAX_LORAS,
-            )
+        config = SimBackendConfig(
+            block_size=BLOCK_SIZE,
+            sim_num_blocks=NUM_BLOCKS * groups,
+            sim_vocab_size=VOCAB_SIZE,
+            swap_space=NUM_HOST_BLOCKS * BLOCK_SIZE * 8 * groups,
+            sim_windows=self.WINDOWS,
+            max_loras=self.MAX_LORAS,
         )
+        if self.SIZES:
+            config = dataclasses.replace(config, **unequal(self.WINDOWS, self.SIZES))  # type: ignore[arg-type]
+        super().__init__(config)
 
     def spoil(self, block: int) -> None:
         """Overwrite what a block holds."""
@@ -204,15 +216,15 @@ class FaultyChunks(FaultyBackend):
 class TakesChunksForWindows(FaultyChunks):
     """Reads as many tokens as a chunk has, wherever it begins."""
 
-    def _window(self, rows: Int32, table: GroupTables, seq_lens: Int32, window: int) -> Uint64:
-        return super()._window(rows, table, seq_lens, -window)
+    def _window(self, rows: Int32, table: GroupTables, seq_lens: Int32, window: int, block_size: int) -> Uint64:
+        return super()._window(rows, table, seq_lens, -window, block_size)
 
 
 class TakesChunksForLonger(FaultyChunks):
     """Has them begin at the multiples of one token more."""
 
-    def _window(self, rows: Int32, table: GroupTables, seq_lens: Int32, window: int) -> Uint64:
-        return super()._window(rows, table, seq_lens, window - 1)
+    def _window(self, rows: Int32, table: GroupTables, seq_lens: Int32, window: int, block_size: int) -> Uint64:
+        return super()._window(rows, table, seq_lens, window - 1, block_size)
 
 
 class LeavesOutNullBlocks(FaultyGroups):
@@ -240,9 +252,40 @@ class TakesOneTableForAllGroups(FaultyGroups):
 class ReadsPrefixByTheFirstTable(FaultyGroups):
     """Writes by each group's table, and looks for what is there already where the first group has it."""
 
-    def _found(self, batch: StepBatch, group: int, sums: Uint64, before: Uint64) -> Uint64:
+    def _found(self, batch: StepBatch, group: int, **values: Any) -> Uint64:
         tables = [batch.tables[0]] * len(WINDOWS)
-        return super()._found(dataclasses.replace(batch, tables=tables), group, sums, before)
+        return super()._found(dataclasses.replace(batch, tables=tables), group, **values)
+
+
+class ReadsShortBlocksAsLong(FaultyBackend):
+    """Takes no group's blocks for shorter than the first one's when it looks up what a window reads."""
+
+    WINDOWS = WINDOWS
+    SIZES = UNEQUAL
+
+    def _window(self, rows: Int32, table: GroupTables, seq_lens: Int32, window: int, block_size: int) -> Uint64:
+        return super()._window(rows, table, seq_lens, window, max(block_size, self.SIZES[0]))
+
+
+class FaultyFullGroups(FaultyBackend):
+    """Two groups of full attention, the second of longer blocks."""
+
+    WINDOWS = (0, 0)
+    SIZES = (4, 8)
+
+
+class TakesLastBlockLenOfTheFirstGroup(FaultyFullGroups):
+    """Reads as many slots of every group's last block as are in use in the first one's."""
+
+    def execute(self, batch: StepBatch) -> StepResult:
+        return super().execute(_with_tables(batch, last_block_len=batch.tables[0].last_block_len))
+
+
+class ReadsWhatAnotherGroupLeft(FaultyFullGroups):
+    """Takes slots of a block for its own that were another group's, in blocks of more tokens."""
+
+    def _require_size(self, slots: Int64, group: int) -> None:
+        return
 
 
 def _row_of(batch: StepBatch, row: int) -> StepBatch:

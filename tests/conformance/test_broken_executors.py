@@ -14,11 +14,13 @@ from tests.conformance.trial import (
     NEED_CHUNKS,
     NEED_GROUPS,
     NEED_STATES,
+    UNEQUAL,
     WINDOWS,
     failures,
     sim_config,
     skipped,
     tried,
+    unequal,
 )
 
 # What is tried, and what of it must fail.
@@ -70,6 +72,16 @@ GROUPS = {
     ),
     backends.ReadsPrefixByTheFirstTable: (["groups/"], {"groups/prefix_of_each_group_elsewhere"}),
 }
+# With KV groups that have block sizes of their own.
+SIZES = {
+    backends.ReadsShortBlocksAsLong: (["groups/", "windows/"], {
+        "groups/chunks_to_the_ends_of_each_groups_blocks", "windows/null_before_the_window",
+    }),
+    backends.TakesLastBlockLenOfTheFirstGroup: (["groups/", "tables/every_last"], {
+        "groups/chunks_to_the_ends_of_each_groups_blocks", "tables/every_last_block_len",
+    }),
+    backends.ReadsWhatAnotherGroupLeft: (["groups/"], {"groups/block_handed_to_another_group"}),
+}  # fmt: skip
 GROUP_WIRES = {
     wires.AcceptsNullBlocksAnywhere: (["windows/"], {
         "windows/null_in_full_attention", "windows/null_where_the_window_begins", "windows/null_where_it_writes",
@@ -188,6 +200,33 @@ async def test_conformance_of_faulty_backend_with_several_groups_fails(fault, ba
     async with running_executor(sim_config(fault.WINDOWS, backend=backend), fault()) as server:
         _, results = await tried(server.address, filters)
     assert expected <= failures(results).keys()
+
+
+@pytest.mark.parametrize(
+    ("windows", "sizes"),
+    [(WINDOWS, UNEQUAL), ((0, 0), (4, 8)), ((5, -7), (3, 2)), ((0, 6, 6), (8, 4, 4)), (CHUNKS, (1, 16)), ((0,), (8,))],
+    ids=str,
+)
+async def test_conformance_of_sim_executor_with_unequal_blocks_passes(windows, sizes):
+    """Whole for the usual windows; for others what computes."""
+    filters = () if windows in (WINDOWS, CHUNKS) else ("tables/", "groups/", "windows/", "cache/", "copies/", "tags/")
+    async with running_executor(sim_config(**unequal(windows, sizes))) as server:
+        _, results = await tried(server.address, filters)
+    assert failures(results) == {}
+    if not filters:
+        assert skipped(results) == NEED_LOGITS | (set() if windows == CHUNKS else NEED_CHUNKS)
+
+
+@pytest.mark.parametrize("fault", SIZES, ids=lambda fault: fault.__name__)
+async def test_conformance_of_faulty_backend_with_unequal_blocks_fails(fault):
+    filters, expected = SIZES[fault]
+    config = sim_config(**unequal(fault.WINDOWS, fault.SIZES))
+    async with running_executor(config, fault()) as server:
+        _, results = await tried(server.address, filters)
+    assert expected <= failures(results).keys()
+    async with running_executor(config) as server:
+        _, results = await tried(server.address, filters)
+    assert failures(results) == {}
 
 
 @pytest.mark.parametrize("fault", GROUP_WIRES, ids=lambda fault: fault.__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 
 from kvplane_client.conformance.judges import Judge
 from kvplane_client.conformance.reference_model import ReferenceModel
@@ -21,6 +22,8 @@ CHUNKS = (0, -6)
 """Of one whose second KV group has chunks."""
 STATES = (0, -1)
 """Of one whose second KV group keeps a state."""
+UNEQUAL = (4, 8, 2)
+"""Block sizes of one whose KV groups, of WINDOWS, have their own."""
 VOCAB_SIZE = 1000
 ANSWER_WITHIN_S = 60.0
 # Where arithmetic, tables and copies are at work.
@@ -67,6 +70,17 @@ def sim_config(windows: Sequence[int] = (), **values: object) -> ExecutorConfig:
         "swap_space": NUM_HOST_BLOCKS * BLOCK_SIZE * 8 * groups,
     }
     return ExecutorConfig(**(defaults | values))  # type: ignore[arg-type]
+
+
+def unequal(windows: Sequence[int], sizes: Sequence[int]) -> dict[str, object]:
+    """What a sim executor is told whose KV groups have these block sizes, with as many blocks as the kit needs."""
+    each = sum(lcm(*sizes) // size for size in sizes)
+    return {
+        "sim_windows": tuple(windows),
+        "sim_block_sizes": tuple(sizes),
+        "sim_num_blocks": NUM_BLOCKS * each,
+        "swap_space": NUM_HOST_BLOCKS * each * max(sizes) * 8,
+    }
 
 
 async def tried(

@@ -73,7 +73,7 @@ class Bench:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block."""
+        """Tokens per logical block."""
         return self.target.geometry.block_size
 
     def prompt(self, length: int, salt: int = 0) -> list[int]:
@@ -151,7 +151,12 @@ class Bench:
     def tagged(self, tags: dict[int, bytes]) -> dict[int, bytes]:
         """What `tags` should return for tags of logical blocks."""
         groups = range(self.geometry.num_groups)
-        return {self.geometry.physical(block, group): tag for block, tag in tags.items() for group in groups}
+        return {
+            piece: tag
+            for block, tag in tags.items()
+            for group in groups
+            for piece in self.geometry.pieces(block, group)
+        }
 
     async def cache(self) -> pb.KvCacheState | None:
         """What the executor says of its cache; None without one."""

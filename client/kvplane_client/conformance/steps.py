@@ -1,14 +1,17 @@
 """Builds the steps that cases send.
 
 Station: called by `bench`; knows the wire, no executor. A `Track` is a sequence as the kit follows it, a `Row` the part
-of it that one step computes. Blocks are logical numbers here, from 0: with G KV groups, group g keeps logical block b
-in block 1 + b * G + g, so that no block is in tables of two groups. In the tables of a sliding window, of chunks, or of
-states, every entry that may be the null block is, as a manager has it that frees blocks as the window moves.
+of it that one step computes. Blocks are logical numbers here, from 0, of as many tokens as all KV groups' block sizes
+have for a common multiple: with G groups of one size, group g keeps logical block b in block 1 + b * G + g, and where
+sizes differ each group has as many blocks of it in a row as it takes. So no block is in tables of two groups. In the
+tables of a sliding window, of chunks, or of states, every entry that may be the null block is, as a manager has it that
+frees blocks as the window moves.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +46,7 @@ class Geometry:
     """What the layout of a step depends on.
 
     Attributes:
-        block_size: Tokens per block.
+        block_sizes: Of each KV group, tokens per block.
         windows: Of each KV group, in tokens, 0 for full attention and for states, the size of chunks negated. Each has
             a table of its own.
         num_blocks: Logical blocks.
@@ -51,7 +54,7 @@ class Geometry:
         states: The groups that keep a state.
     """
 
-    block_size: int
+    block_sizes: tuple[int, ...]
     windows: tuple[int, ...]
     num_blocks: int
     num_host_blocks: int
@@ -62,19 +65,38 @@ class Geometry:
         """KV groups."""
         return len(self.windows)
 
-    def physical(self, block: int, group: int) -> int:
-        """The block in which a group keeps a logical block."""
-        return 1 + block * self.num_groups + group
+    @property
+    def block_size(self) -> int:
+        """Tokens per logical block."""
+        return math.lcm(*self.block_sizes)
 
-    def physical_host(self, block: int, group: int) -> int:
+    @property
+    def blocks_each(self) -> int:
+        """Blocks that all groups together keep a logical block in."""
+        return sum(self.block_size // size for size in self.block_sizes)
+
+    def pieces(self, block: int, group: int) -> range:
+        """The blocks in which a group keeps a logical block."""
+        *before, own = (self.block_size // size for size in self.block_sizes[: group + 1])
+        first = 1 + block * self.blocks_each + sum(before)
+        return range(first, first + own)
+
+    def physical(self, block: int, group: int) -> int:
+        """The first of them."""
+        return self.pieces(block, group)[0]
+
+    def host_pieces(self, block: int, group: int) -> range:
         """The same in host memory, which has no null block."""
-        return block * self.num_groups + group
+        pieces = self.pieces(block, group)
+        return range(pieces.start - 1, pieces.stop - 1)
 
     def first_read(self, group: int, position: int) -> int:
-        """The place in a group's table of the first block that a row from a position on reads, or starts from."""
-        if group in self.states:
-            return max(0, position - 1) // self.block_size
-        return self.first_position(group, position) // self.block_size
+        """The place of the first logical block that a row from a position on reads, or starts from, in a group."""
+        return self.first_needed(group, position) // self.block_size
+
+    def first_needed(self, group: int, position: int) -> int:
+        """The first position whose block a row from a position on reads in a group, or starts from."""
+        return max(0, position - 1) if group in self.states else self.first_position(group, position)
 
     def first_position(self, group: int, position: int) -> int:
         """The first position that a token at a position reads."""
@@ -227,9 +249,7 @@ def build_step(
         default: How rows sample that do not say.
         extras: Feeds, tags and copies.
     """
-    size = geometry.block_size
     lengths = [row.end - row.start for row in rows]
-    last_block_len = column((row.end - 1) % size + 1 for row in rows)
     request = pb.ExecuteRequest(
         step_id=step_id,
         kv_epoch=kv_epoch,
@@ -240,9 +260,9 @@ def build_step(
             pb.BlockTables(
                 block_indptr=indptr_of(-(-row.end // size) for row in rows),
                 block_ids=column(block for row in rows for block in _table(geometry, row, group)),
-                last_block_len=last_block_len,
+                last_block_len=column((row.end - 1) % size + 1 for row in rows),
             )
-            for group in range(geometry.num_groups)
+            for group, size in enumerate(geometry.block_sizes)
         ],
         feeds_from_step_id=extras.feeds_from_step_id,
     )
@@ -264,11 +284,12 @@ def build_step(
 
 def _table(geometry: Geometry, row: Row, group: int) -> list[int]:
     """The row's blocks in a group, as the executor numbers them."""
-    length = -(-row.end // geometry.block_size)
-    blocks = row.track.blocks_of(group)[:length]
+    size = geometry.block_sizes[group]
+    length = -(-row.end // size)
+    blocks = [piece for block in row.track.blocks_of(group) for piece in geometry.pieces(block, group)][:length]
     assert len(blocks) == length
-    null = 0 if row.keeps else geometry.first_read(group, row.start)
-    return [0] * null + [geometry.physical(block, group) for block in blocks[null:]]
+    null = 0 if row.keeps else geometry.first_needed(group, row.start) // size
+    return [0] * null + blocks[null:]
 
 
 def _tokens(row: Row) -> list[int]:
@@ -305,19 +326,20 @@ def _sampling(samples: Sequence[tuple[int, Sample]]) -> pb.SamplingBatch:
 
 def _tags(geometry: Geometry, tags: dict[int, bytes]) -> pb.BlockTags:
     groups = range(geometry.num_groups)
-    each = [(geometry.physical(block, group), tag) for block, tag in tags.items() for group in groups]
+    each = [(piece, tag) for block, tag in tags.items() for group in groups for piece in geometry.pieces(block, group)]
     return pb.BlockTags(block_ids=column(block for block, _ in each), tags=[tag for _, tag in each])
 
 
 def _copies(geometry: Geometry, copies: Sequence[Copy]) -> pb.BlockCopies:
     each = [
-        (
-            direction,
-            (geometry.physical_host if direction == H2D else geometry.physical)(source, group),
-            (geometry.physical_host if direction == D2H else geometry.physical)(target, group),
-        )
+        (direction, *pair)
         for direction, source, target in copies
         for group in range(geometry.num_groups)
+        for pair in zip(
+            (geometry.host_pieces if direction == H2D else geometry.pieces)(source, group),
+            (geometry.host_pieces if direction == D2H else geometry.pieces)(target, group),
+            strict=True,
+        )
     ]
     directions, sources, targets = zip(*each, strict=True)
     return pb.BlockCopies(directions=column(directions), source_ids=column(sources), target_ids=column(targets))

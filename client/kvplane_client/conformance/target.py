@@ -74,7 +74,7 @@ class Target:
         self.stub: ExecutorServiceAsyncStub = ExecutorServiceStub(self._channel)
         self.info = pb.GetModelInfoResponse()
         self.profile = pb.ProfileMemoryResponse()
-        self.geometry = Geometry(1, (0,), NUM_BLOCKS, 0)
+        self.geometry = Geometry((1,), (0,), NUM_BLOCKS, 0)
         self.max_batched_tokens = MAX_BATCHED_TOKENS_AT_LEAST
         self.beyond_windows = 0
         self.blocks_beyond_windows = 0
@@ -105,31 +105,36 @@ class Target:
         states = frozenset(
             group for group, kind in enumerate(info.kv_groups) if kind.type == pb.KV_GROUP_TYPE_RECURRENT_STATE
         )
-        self.beyond_windows = max(map(abs, windows)) + 3 * info.block_size + 1 if any(windows) else 0
-        if self.beyond_windows + 2 * info.block_size > info.max_model_len:
+        sizes = tuple(group.block_size or info.block_size for group in info.kv_groups)
+        if min(sizes) < 1:
+            raise UnusableError(f"expected groups with a block_size of at least 1, or 0, got {min(sizes)}")
+        one_each = Geometry(sizes, windows, 1, 0)
+        size = one_each.block_size
+        self.beyond_windows = max(map(abs, windows)) + 3 * size + 1 if any(windows) else 0
+        if self.beyond_windows + 2 * size > info.max_model_len:
             self.beyond_windows = 0
-        longest = max(8 * info.block_size, self.beyond_windows + 2 * info.block_size)
+        longest = max(8 * size, self.beyond_windows + 2 * size)
         self.max_batched_tokens = max(MAX_BATCHED_TOKENS_AT_LEAST, longest)
         self.profile = await self._profile()
-        groups = len(windows)
-        needed = NUM_BLOCKS * groups + 1
+        each = one_each.blocks_each
+        needed = NUM_BLOCKS * each + 1
         if self.profile.num_blocks < needed:
             raise UnusableError(
                 f"expected at least {needed} blocks to try tables with, got {self.profile.num_blocks}; "
                 "give the executor more memory, or smaller blocks"
             )
-        self.blocks_beyond_windows = 16 + 3 * -(-self.beyond_windows // info.block_size)
-        num_blocks = min(max(NUM_BLOCKS, self.blocks_beyond_windows), (self.profile.num_blocks - 1) // groups)
-        host_blocks = min(NUM_HOST_BLOCKS, self.profile.num_host_blocks // groups)
-        self.geometry = Geometry(info.block_size, windows, num_blocks, host_blocks, states)
+        self.blocks_beyond_windows = 16 + 3 * -(-self.beyond_windows // size)
+        num_blocks = min(max(NUM_BLOCKS, self.blocks_beyond_windows), (self.profile.num_blocks - 1) // each)
+        host_blocks = min(NUM_HOST_BLOCKS, self.profile.num_host_blocks // each)
+        self.geometry = Geometry(sizes, windows, num_blocks, host_blocks, states)
 
     async def fresh(self) -> int:
         """Starts an empty cache under the kit's limits, with no adapter loaded. Returns its epoch."""
         await self.unload_adapters()
         await self._profile()
         request = pb.InitializeKvCacheRequest(
-            num_blocks=self.geometry.num_blocks * self.geometry.num_groups + 1,
-            num_host_blocks=self.geometry.num_host_blocks * self.geometry.num_groups,
+            num_blocks=self.geometry.num_blocks * self.geometry.blocks_each + 1,
+            num_host_blocks=self.geometry.num_host_blocks * self.geometry.blocks_each,
         )
         return (await self.call(self.stub.InitializeKvCache(request))).kv_cache.kv_epoch
 

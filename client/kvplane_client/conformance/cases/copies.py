@@ -176,7 +176,7 @@ async def refused_as_a_whole(bench: Bench) -> None:
     await stream.prefill(other)
     bad = stream.build(copies=[(D2D, other.blocks[0], track.blocks[0]), (D2D, track.blocks[0], other.blocks[0])])
     sources = bench.ints(bad.copies.source_ids, "source_ids")
-    sources[-1] = bench.geometry.num_blocks * bench.geometry.num_groups + 1
+    sources[-1] = bench.geometry.num_blocks * bench.geometry.blocks_each + 1
     bad.copies.source_ids.CopyFrom(column(sources))
     await stream.write(bad)
     await stream.error(_INVALID, _REFUSED, step_id=3)

@@ -19,6 +19,9 @@ _TABLES = (
 )
 _SHARED = "KvGroup: KvGroup is a set of layers that share one block table."
 _ONE = "KvGroup: All groups take their blocks from one cache: a block is in tables of one group at a time"
+_SIZE = (
+    "BlockTables: block_size is the group's: KvGroup.block_size, or GetModelInfoResponse.block_size where that is 0."
+)
 _INVALID = "ExecutorService.Execute: INVALID_ARGUMENT for a malformed step"
 
 
@@ -49,6 +52,43 @@ async def prefix_of_each_group_elsewhere(bench: Bench) -> None:
     found.of_group[last] = of_last.blocks[:2]
     await stream.prefill(found)
     await stream.decode(found, size)
+
+
+@TOPIC.case(_SIZE)
+async def chunks_to_the_ends_of_each_groups_blocks(bench: Bench) -> None:
+    """A prompt in chunks that end where blocks of one group do, and one token before and after, then decodes."""
+    _last_group(bench)
+    for size in sorted(set(bench.geometry.block_sizes)):
+        for shift in (-1, 0, 1):
+            track = bench.track(2 * bench.block_size + 1, salt=2 + shift)
+            stream = bench.stream()
+            ends = [end + shift for end in range(size, 2 * bench.block_size, size) if end + shift > 0]
+            for end in ends:
+                await stream.step(track.next(end - track.computed))
+            await stream.prefill(track)
+            await stream.decode(track, size + 1)
+
+
+@TOPIC.case(_ONE)
+async def block_handed_to_another_group(bench: Bench) -> None:
+    """What was a block of one group comes to a sequence in the table of another, which reads what that wrote alone."""
+    _last_group(bench)
+    geometry, stream = bench.geometry, bench.stream()
+    beyond = geometry.num_blocks * geometry.blocks_each + 1
+    low, high = list(range(4)), [geometry.num_blocks - 1 - block for block in range(4)]
+    await stream.prefill(bench.track(4 * bench.block_size, salt=1, blocks=low))
+    track = bench.track(3 * bench.block_size, salt=2, blocks=high)
+    chunk = max(1, bench.block_size - 1)
+    while track.computed < 4 * bench.block_size:
+        request = stream.build(track.next(min(chunk, len(track.tokens) - track.computed)))
+        for table in request.block_tables:
+            # Counted from the cache's other end: the last group's blocks of `low` are the first one's here.
+            mirrored = [block and beyond - block for block in values_of(table.block_ids)]
+            table.block_ids.CopyFrom(column(mirrored))
+        await stream.write(request)
+        answer = await stream.receive()
+        if track.computed == len(track.tokens):
+            track.tokens.append(answer.tokens[0])
 
 
 @TOPIC.case(_ONE)

@@ -66,6 +66,8 @@ async def model_info(bench: Bench) -> None:
         else:
             bench.true(min(heads) >= 1, "KvGroup.head_dim: head_dim is elements per head",
                        "heads and head_dim of at least 1", heads)  # fmt: skip
+        contract = "KvGroup.block_size: 0 means GetModelInfoResponse.block_size."
+        bench.true(group.block_size >= 0, contract, "at least 0", group.block_size)
         if group.type != pb.KV_GROUP_TYPE_SLIDING_WINDOW:
             bench.equal(group.window, 0, "KvGroup.window: At least 1 there, 0 for other types.")
         if group.type != pb.KV_GROUP_TYPE_CHUNKED_LOCAL:
@@ -184,8 +186,8 @@ async def initialize_starts_an_epoch(bench: Bench) -> None:
                    state.kv_epoch)  # fmt: skip
         seen.add(state.kv_epoch)
         sizes = (state.num_blocks, state.block_size, state.num_host_blocks)
-        bench.equal(sizes, (num_blocks, bench.block_size, 0), "KvCacheState.num_blocks: num_blocks is the number of "
-                    "blocks, the null block (id 0) included.")  # fmt: skip
+        contract = "KvCacheState.num_blocks: num_blocks is the number of blocks, the null block (id 0) included."
+        bench.equal(sizes, (num_blocks, bench.info.block_size, 0), contract)
         bench.equal(await bench.cache(), state, "GetModelInfoResponse.kv_cache: kv_cache is the state of the cache.")
 
 

@@ -107,9 +107,9 @@ def _case(name: str, contract: str, summary: str, spoil: Spoil) -> None:
 def _sizes(bench: Bench, resting: int, group: int) -> _Sizes:
     geometry = bench.geometry
     return _Sizes(
-        block_size=geometry.block_size,
-        blocks=geometry.num_blocks * geometry.num_groups + 1,
-        host_blocks=geometry.num_host_blocks * geometry.num_groups,
+        block_size=geometry.block_sizes[group],
+        blocks=geometry.num_blocks * geometry.blocks_each + 1,
+        host_blocks=geometry.num_host_blocks * geometry.blocks_each,
         vocab_size=bench.info.vocab_size,
         max_batched_tokens=bench.target.max_batched_tokens,
         max_model_len=bench.info.max_model_len,

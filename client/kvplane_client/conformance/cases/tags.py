@@ -54,7 +54,7 @@ async def dropped_by_a_write(bench: Bench) -> None:
     await stream.prefill(track, tags={one: b"one", other: b"other"})
     await stream.decode(track, 1)
     bench.equal(await bench.tags(), bench.tagged({one: b"one", other: b"other"}), _DROPPED)
-    await stream.step(bench.track(1, salt=1, blocks=[other]).next())
+    await stream.step(bench.track(bench.block_size, salt=1, blocks=[other]).next())
     bench.equal(await bench.tags(), bench.tagged({one: b"one"}), _DROPPED)
 
 
