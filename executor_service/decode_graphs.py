@@ -54,8 +54,8 @@ class DecodeGraphs:
         sizes: row counts to record, rising.
         vocab_size: V.
         dtype: of the logits.
-        blocks_per_row: blocks of the longest sequence.
-        block_size: tokens per block.
+        max_model_len: tokens of the longest sequence.
+        block_sizes: of each KV group, tokens per block.
         device: where all of it lies.
         record: how.
 
@@ -73,8 +73,8 @@ class DecodeGraphs:
         sizes: Sequence[int],
         vocab_size: int,
         dtype: torch.dtype,
-        blocks_per_row: int,
-        block_size: int,
+        max_model_len: int,
+        block_sizes: Sequence[int],
         device: torch.device,
         record: Recorder,
     ) -> None:
@@ -86,13 +86,14 @@ class DecodeGraphs:
         self._wide = torch.zeros((2 + self._num_groups) * most, dtype=torch.int64, device=device)
         self._seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
         self._indptr = torch.zeros(self._num_groups * (most + 1), dtype=torch.int32, device=device)
+        blocks_per_row = -(-max_model_len // min(block_sizes))
         self._block_ids = torch.zeros((self._num_groups, most * blocks_per_row), dtype=torch.int32, device=device)
         self._query_indptr = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._logits = torch.zeros((most, vocab_size), dtype=dtype, device=device)
         self._replays: dict[int, Replay] = {}
         for size in reversed(self._sizes):  # the largest first: the others fit into the memory that it leaves
             attention = kernels.plan_decode(
-                [self._tables(group, size, block_size) for group in range(len(windows))], windows
+                [self._tables(group, size, block_size) for group, block_size in enumerate(block_sizes)], windows
             )
             # Recorded over padding: valid token ids and positions, and no slot.
             self._wide_of(size)[:2] = 0

@@ -272,8 +272,7 @@ def _tried_step(groups: LayerGroups, native: NativeOps) -> dict[int, NativeStep]
     steps = NativeKernels(native).plan(
         np.array([0, 1, _TRIED_TOKENS], np.int32),
         np.array([4, rest], np.int32),
-        [GroupStep(window, tables, slots) for window in groups.windows],
-        block_size=_TRIED_BLOCK,
+        [GroupStep(window, tables, slots, _TRIED_BLOCK) for window in groups.windows],
         device=torch.device("cpu"),
     )
     return dict(enumerate(steps))

@@ -21,7 +21,8 @@ class KvLayout:
     """Geometry of the cache, equal in all layers.
 
     Of a model with several KV groups a layer, here, is a page: what one layer of each group has in its blocks, see
-    `layer_groups`.
+    `layer_groups`. Where layers keep unequal amounts of a token, heads and block_size are those of the layers that keep
+    most of one; others have the same bytes for more tokens.
 
     Units:
         block_size: tokens per block; head_dim: elements; dtype: the type that K and V are stored in.
@@ -68,7 +69,7 @@ class PagedKvCache:
 
     Each layer is one contiguous tensor of shape (2, num_blocks, block_size, num_kv_heads, head_dim): index 0 is K,
     index 1 is V, and a block is contiguous in each (NHD: token, head, dim). A slot, block_id * block_size + offset, is
-    a row of `keys[layer]` and `values[layer]`.
+    a row of `keys[layer]` and `values[layer]`; where a layer's heads make other rows of the same bytes, of `rows_of`.
 
     Shape:
         layers[l]: (2, num_blocks, block_size, num_kv_heads, head_dim); keys[l], values[l]: views of it,
@@ -109,9 +110,21 @@ class PagedKvCache:
         """How K and V of a layer of the model are stored."""
         return self._codecs[layer] if self._codecs else PLAIN
 
-    def is_finite(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """Whether K and V in these slots are numbers. Shape: slots (S,) int64; returns (S,)."""
-        stored = self.keys[layer][slots], self.values[layer][slots]
+    def rows_of(self, layer: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a page as rows of so many elements, of which a block has a whole number. Shape: (slots, width)."""
+        keys, values = self.keys[layer], self.values[layer]
+        if keys.shape[1] == width:
+            return keys, values
+        return keys.view(-1, width), values.view(-1, width)
+
+    def is_finite(self, layer: int, slots: torch.Tensor, width: int = 0) -> torch.Tensor:
+        """Whether K and V in these slots are numbers, of rows of so many elements; 0: the layout's.
+
+        Shape:
+            slots: (S,) int64; returns (S,).
+        """
+        keys, values = self.rows_of(layer, width or self.keys[layer].shape[1])
+        stored = keys[slots], values[slots]
         if self.layout.is_quantized:
             stored = stored[0].view(self.layout.dtype).float(), stored[1].view(self.layout.dtype).float()
         return torch.isfinite(stored[0]).all(dim=-1) & torch.isfinite(stored[1]).all(dim=-1)

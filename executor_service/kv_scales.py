@@ -21,6 +21,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -178,17 +179,18 @@ def calibrated_scales(
         BackendError: what the model computes is not finite.
     """
     plain = KvLayout(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size, runner.dtype)
-    most = -(-max(len(tokens) for tokens in passages) // plain.block_size)
-    first_blocks = [1 + group * most for group in range(len(groups.windows))]
-    cache = PagedKvCache(plain, 1 + most * len(first_blocks), device)
+    longest, sizes = max(len(tokens) for tokens in passages), groups.block_sizes(plain.block_size)
+    counts = [-(-longest // size) for size in sizes]
+    *first_blocks, num_blocks = accumulate(counts, initial=1)
+    cache = PagedKvCache(plain, num_blocks, device)
     attending = groups.attending
     largest = torch.zeros((len(groups.page_of), 2))
     for tokens in passages:
-        runner.forward(_passage_step(tokens, plain.block_size, first_blocks), cache)
+        runner.forward(_passage_step(tokens, sizes, first_blocks), cache)
         # What earlier passages left in the cache counts once more, which changes no maximum.
         of_layers = [
-            cache.layers[groups.page_of[layer]][:, first_blocks[groups.group_of[layer]] :][:, :most]
-            for layer in attending
+            cache.layers[page][:, first_blocks[group] :][:, : counts[group]]
+            for group, page in ((groups.group_of[layer], groups.page_of[layer]) for layer in attending)
         ]
         seen = torch.stack([layer.abs().flatten(1).amax(dim=1) for layer in of_layers])
         largest[attending] = torch.maximum(largest[attending], seen.float().cpu())
@@ -224,19 +226,20 @@ def calibration_passages(tokenizer_files: Mapping[str, bytes], vocab_size: int, 
     return [tokens for tokens in passages if tokens]
 
 
-def _passage_step(tokens: Sequence[int], block_size: int, first_blocks: Sequence[int]) -> StepBatch:
+def _passage_step(tokens: Sequence[int], block_sizes: Sequence[int], first_blocks: Sequence[int]) -> StepBatch:
     """One row that begins and samples nothing, in blocks that follow each group's first one."""
     count = len(tokens)
-    num_blocks = -(-count // block_size)
     positions = np.arange(count, dtype=np.int32)
-    tables = [
-        GroupTables(
-            block_indptr=np.array([0, num_blocks], dtype=np.int32),
-            block_ids=np.arange(first, first + num_blocks, dtype=np.int32),
-            last_block_len=np.array([count - (num_blocks - 1) * block_size], dtype=np.int32),
+    tables = []
+    for first, block_size in zip(first_blocks, block_sizes, strict=True):
+        num_blocks = -(-count // block_size)
+        tables.append(
+            GroupTables(
+                block_indptr=np.array([0, num_blocks], dtype=np.int32),
+                block_ids=np.arange(first, first + num_blocks, dtype=np.int32),
+                last_block_len=np.array([count - (num_blocks - 1) * block_size], dtype=np.int32),
+            )
         )
-        for first in first_blocks
-    ]
     return StepBatch(
         step_id=1,
         query_indptr=np.array([0, count], dtype=np.int32),
@@ -244,7 +247,10 @@ def _passage_step(tokens: Sequence[int], block_size: int, first_blocks: Sequence
         positions=positions,
         seq_lens=np.array([count], dtype=np.int32),
         tables=tables,
-        slot_mappings=[positions.astype(np.int64) + first * block_size for first in first_blocks],
+        slot_mappings=[
+            positions.astype(np.int64) + first * block_size
+            for first, block_size in zip(first_blocks, block_sizes, strict=True)
+        ],
         sampling=None,
     )
 

@@ -11,12 +11,21 @@ same page of different blocks. Groups that are short of a layer leave its page u
     Gemma 3 270M: 3 full layers, 15 sliding ones: 6 groups of 3, block of 3 pages, nothing unused
     Gemma 3 1B:   4 full layers, 22 sliding ones: 7 groups of 4, of which the last leaves 2 pages unused
 
+Layers of one group keep K/V of one shape. Pages are made equal by tokens: a layer that keeps half as much of a token as
+another has twice as many tokens in a block, and its group tables of half the length. A page is as many bytes as whole
+tokens of every layer take, so it may have more tokens of the largest ones than were asked for.
+
+    Gemma 4, 4 K/V heads of 512 in full layers, of 256 in sliding ones: blocks of 16 tokens of the full layers, 32 of
+    the sliding ones
+    8 K/V heads of 128 in some layers, 6 in others: 16 tokens of the first are as much as 21 1/3 of the second, so
+    blocks of 18 and of 24
+
 A layer that keeps a state is in a group of such layers; a page has to hold a state as well as K/V of a block's tokens.
 
 A layer that attends to the K/V of an earlier one has no page of its own: it has the other's. It writes there, too, what
 the other has just written, the same bytes, so that kernels need not know.
 
-Source for equal groups: the design notes of vLLM's hybrid KV cache manager.
+Source for equal groups and for equal pages by tokens: the design notes of vLLM's hybrid KV cache manager.
 """
 
 from __future__ import annotations
@@ -24,6 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import transformers
 from transformers import PreTrainedConfig
@@ -34,10 +44,12 @@ __all__ = [
     "CHUNKED_MODELS",
     "SHARING_MODELS",
     "STATE_MODELS",
+    "KvShape",
     "LayerGroups",
     "group_layers",
     "layer_sources",
     "layer_windows",
+    "page_tokens",
 ]
 
 STATE_MODELS = ("bamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "qwen3_next")
@@ -49,7 +61,7 @@ CHUNKED_MODELS = ("llama4_text",)
 Only their masks tell such layers, which are not made here: that a layer has chunks is the configuration's word.
 """
 
-SHARING_MODELS = ("gemma3n_text",)
+SHARING_MODELS = ("gemma3n_text", "gemma4_text")
 """Types of models some of whose layers read an earlier one's K/V, held to transformers' tokens."""
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -58,19 +70,36 @@ _UNUSED_FULL_PAGE = 4
 """An unused page of full attention counts as this many others: its tables are by far the longest."""
 
 
+MOST_TOKENS_PER_BLOCK = 4096
+"""Of blocks that are longer than was asked for, so that pages are equal: hits, and what a window holds, are blocks."""
+
+
+class KvShape(NamedTuple):
+    """K, and V, of one token in a layer: both 0 where it keeps a state."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        """Elements of K."""
+        return self.num_kv_heads * self.head_dim
+
+
 @dataclass(frozen=True)
 class LayerGroups:
     """The KV groups of a model: those of full attention, with a window, with chunks, with a state.
 
     Shape:
         windows: by group, as `KvGroupSpec.window`; group_of, page_of: by layer; sources: by layer, the one whose K/V it
-        reads, or empty where each reads its own.
+        reads, or empty where each reads its own; shapes: by group, or empty where all layers that attend are alike.
     """
 
     windows: tuple[int, ...]
     group_of: tuple[int, ...]
     page_of: tuple[int, ...]
     sources: tuple[int, ...] = ()
+    shapes: tuple[KvShape, ...] = ()
 
     @property
     def num_pages(self) -> int:
@@ -90,6 +119,13 @@ class LayerGroups:
         """The layer whose K/V a layer reads, in most cases itself."""
         return self.sources[layer] if self.sources else layer
 
+    def block_sizes(self, block_size: int) -> tuple[int, ...]:
+        """By group, tokens per block, where the layers that keep most of a token, and states, have block_size."""
+        if not self.shapes:
+            return (block_size,) * len(self.windows)
+        most = block_size * max(shape.width for shape in self.shapes)
+        return tuple(most // shape.width if shape.width else block_size for shape in self.shapes)
+
 
 def layer_windows(config: PreTrainedConfig) -> list[int]:
     """What each layer reads, as `KvGroupSpec.window`: in tokens, 0 for full attention, STATE where it keeps a state.
@@ -100,6 +136,13 @@ def layer_windows(config: PreTrainedConfig) -> list[int]:
             limits the time steps of its states.
     """
     text = config.get_text_config(decoder=True)
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):  # what follows a token changes its K/V
+        raise BackendError(
+            "MODEL_NOT_SUPPORTED",
+            f"expected attention to what is before a token, got use_bidirectional_attention="
+            f"{text.use_bidirectional_attention} in {config.model_type}",
+            model_type=config.model_type,
+        )
     window = getattr(text, "sliding_window", None)
     types = getattr(text, "layer_types", None)
     if not types:
@@ -137,8 +180,16 @@ def layer_sources(config: PreTrainedConfig) -> list[int]:
     """
     text = config.get_text_config(decoder=True)
     num_layers = int(text.num_hidden_layers)
-    if not getattr(text, "num_kv_shared_layers", None):
+    num_shared = getattr(text, "num_kv_shared_layers", None)
+    if not num_shared:
         return list(range(num_layers))
+    if num_shared >= num_layers:
+        raise BackendError(
+            "MODEL_NOT_SUPPORTED",
+            f"expected layers with K/V of their own before those that share them, got num_kv_shared_layers={num_shared}"
+            f" of {num_layers} in {config.model_type}; serve the model whose K/V they read",
+            model_type=config.model_type,
+        )
     if text.model_type not in SHARING_MODELS:
         raise BackendError(
             "MODEL_NOT_SUPPORTED",
@@ -176,37 +227,83 @@ def _require_free_time_steps(text: PreTrainedConfig) -> None:
         )
 
 
-def group_layers(windows: Sequence[int], sources: Sequence[int] = ()) -> LayerGroups:
-    """Make groups of equal numbers of layers with equal windows that keep K/V, or a state, of their own.
+def group_layers(windows: Sequence[int], sources: Sequence[int] = (), shapes: Sequence[KvShape] = ()) -> LayerGroups:
+    """Make groups of equal numbers of layers with equal windows and shapes that keep K/V, or a state, of their own.
 
     Args:
         windows: by layer, as `layer_windows` returns them.
         sources: by layer, as `layer_sources` returns them; empty where each layer reads its own.
+        shapes: by layer, what it keeps of a token; empty where all that attend are alike.
     """
     sources = tuple(sources) or tuple(range(len(windows)))
-    alike: dict[int, list[int]] = {}
+    if len({shape for shape in shapes if shape.width}) < 2:
+        shapes = ()
+    alike: dict[_Kind, list[int]] = {}
     for layer, window in enumerate(windows):
         if sources[layer] == layer:
-            alike.setdefault(window, []).append(layer)
-    size = _layers_per_group({window: len(layers) for window, layers in alike.items()})
-    of_groups: list[int] = []
+            alike.setdefault((window, shapes[layer] if shapes else KvShape(0, 0)), []).append(layer)
+    size = _layers_per_group({kind: len(layers) for kind, layers in alike.items()})
+    of_groups: list[_Kind] = []
     group_of, page_of = [0] * len(windows), [0] * len(windows)
-    for window in sorted(alike, key=lambda window: (window == STATE, window < 0, abs(window))):  # full attention is 0
-        for place, layer in enumerate(alike[window]):
+    for kind in sorted(alike, key=_place):
+        for place, layer in enumerate(alike[kind]):
             if place % size == 0:
-                of_groups.append(window)
+                of_groups.append(kind)
             group_of[layer], page_of[layer] = len(of_groups) - 1, place % size
     for layer, source in enumerate(sources):
         group_of[layer], page_of[layer] = group_of[source], page_of[source]
-    return LayerGroups(tuple(of_groups), tuple(group_of), tuple(page_of), sources)
+    return LayerGroups(
+        tuple(window for window, _ in of_groups),
+        tuple(group_of),
+        tuple(page_of),
+        sources,
+        tuple(shape for _, shape in of_groups) if shapes else (),
+    )
 
 
-def _layers_per_group(counts: dict[int, int]) -> int:
+def page_tokens(shapes: Sequence[KvShape], block_size: int) -> int:
+    """Tokens per block of the layers that keep most of a token, so that every layer has whole tokens in a page.
+
+    Args:
+        shapes: of K/V, by layer or by group; states count for nothing.
+        block_size: tokens that they have at least.
+
+    Raises:
+        BackendError: some layer would have more than MOST_TOKENS_PER_BLOCK, and than block_size.
+    """
+    widths = {shape.width for shape in shapes if shape.width}
+    if len(widths) < 2:
+        return block_size
+    unit = math.lcm(*widths)
+    page = -(-block_size * max(widths) // unit) * unit
+    longest = page // min(widths)
+    if longest > max(MOST_TOKENS_PER_BLOCK, block_size):
+        raise BackendError(
+            "MODEL_NOT_SUPPORTED",
+            f"expected layers whose pages can be made equal with at most {MOST_TOKENS_PER_BLOCK} tokens in a block, got"
+            f" {', '.join(str(width) for width in sorted(widths))} elements in K of a token, which takes {longest};"
+            " lower --block-size, if it is above 1",
+            longest=longest,
+        )
+    return page // max(widths)
+
+
+_Kind = tuple[int, KvShape]
+"""What layers of a group have in common: their window and their shape."""
+
+
+def _place(kind: _Kind) -> tuple[bool, bool, int, int]:
+    """Where a group stands: those of full attention first, and of two alike the one with more of a token."""
+    window, shape = kind
+    return window == STATE, window < 0, abs(window), -shape.width  # full attention is 0
+
+
+def _layers_per_group(counts: dict[_Kind, int]) -> int:
     """The number that leaves least unused: a page of no layer is memory, and every group is a table per row."""
 
     def cost(size: int) -> int:
         total = 0
-        for window, count in counts.items():
+        for (window, _), count in counts.items():
             groups = -(-count // size)
             total += groups + (groups * size - count) * (1 if window else _UNUSED_FULL_PAGE)
         return total

@@ -26,7 +26,7 @@ from executor_service.decode_graphs import DecodeGraphs, Recorder
 from executor_service.devices import upload
 from executor_service.kernels.paged_kernels import GroupStep, PagedKernels, StepAttention
 from executor_service.kv_cache import PagedKvCache
-from executor_service.layer_groups import LayerGroups, layer_sources, layer_windows
+from executor_service.layer_groups import KvShape, LayerGroups, layer_sources, layer_windows
 from executor_service.sampler import sample
 from executor_service.state_layers import StateLayers, StateStep
 from executor_service.state_plan import plan_states
@@ -57,8 +57,7 @@ class PagedStep:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         """Attention of one layer. Shape: query (T, H_q, D); key, value (T, H_kv, D); returns (T, H_q, D)."""
-        page = self.groups.page_of[layer]
-        keys, values = self.cache.keys[page], self.cache.values[page]
+        keys, values = self.cache.rows_of(self.groups.page_of[layer], key.shape[1] * key.shape[2])
         attention = self.attention[self.groups.group_of[layer]]
         if self.temperature is not None:
             query = self.temperature.scaled(layer, query)
@@ -85,10 +84,10 @@ class ProbeStep:
     """Stands in for a PagedStep in the probe: notes what each layer passes.
 
     Shape:
-        seen[layer] = (H_kv, D); windows[layer] in tokens, 0 for full attention; calls: by layer.
+        seen[layer]: of its K/V; windows[layer] in tokens, 0 for full attention; calls: by layer.
     """
 
-    seen: dict[int, tuple[int, int]] = field(default_factory=dict)
+    seen: dict[int, KvShape] = field(default_factory=dict)
     windows: dict[int, int] = field(default_factory=dict)
     calls: dict[int, AttentionCall] = field(default_factory=dict)
 
@@ -116,7 +115,7 @@ class ProbeStep:
             )
         if layer in self.seen:
             raise BackendError("MODEL_NOT_SUPPORTED", f"expected one attention call per layer, got two in {layer}")
-        self.seen[layer] = (key.shape[1], key.shape[3])
+        self.seen[layer] = KvShape(key.shape[1], key.shape[3])
         self.windows[layer] = call.window
         self.calls[layer] = call
 
@@ -159,7 +158,9 @@ def paged_attention_interface(
 AttentionInterface.register(ATTENTION_NAME, paged_attention_interface)
 
 
-def probe(model: PreTrainedModel, vocab_size: int, states: StateLayers | None = None) -> tuple[list[int], int, int]:
+def probe(
+    model: PreTrainedModel, vocab_size: int, states: StateLayers | None = None
+) -> tuple[list[int], list[KvShape]]:
     """Learn from one forward pass which layers attend, over which windows, and what their K/V look like.
 
     A configuration can not be trusted for this: every architecture names it otherwise, and layers that keep a state
@@ -171,12 +172,11 @@ def probe(model: PreTrainedModel, vocab_size: int, states: StateLayers | None = 
         states: the layers that keep a state, if there are any; they learn their layout.
 
     Returns:
-        What each layer reads, as `layer_windows` returns it; KV heads per layer and head dimension, both 0
-        where no layer attends.
+        What each layer reads, as `layer_windows` returns it, and what it keeps of a token.
 
     Raises:
-        BackendError: a layer neither calls the attention interface nor keeps a state, layers differ in shape, or are
-            others than the configuration says.
+        BackendError: a layer neither calls the attention interface nor keeps a state, or layers are others than the
+            configuration says.
     """
     step = ProbeStep()
     with nullcontext() if states is None else states.probing():
@@ -188,13 +188,12 @@ def probe(model: PreTrainedModel, vocab_size: int, states: StateLayers | None = 
             model_type=model.config.model_type,
         )
     num_layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
-    shapes = set(step.seen.values())
     windows_seen = step.windows | dict.fromkeys(() if states is None else states.layers, STATE)
-    if sorted(windows_seen) != list(range(num_layers)) or len(shapes) > 1:
+    if sorted(windows_seen) != list(range(num_layers)):
         raise BackendError(
             "MODEL_NOT_SUPPORTED",
-            f"expected {num_layers} layers that call attention with one K/V shape, got layers {sorted(step.seen)} with "
-            f"(KV heads, head_dim) {sorted(shapes)} in {model.config.model_type}",
+            f"expected {num_layers} layers that call attention, got layers {sorted(step.seen)} in"
+            f" {model.config.model_type}",
             model_type=model.config.model_type,
         )
     windows, expected = [windows_seen[layer] for layer in range(num_layers)], layer_windows(model.config)
@@ -207,8 +206,7 @@ def probe(model: PreTrainedModel, vocab_size: int, states: StateLayers | None = 
             model_type=model.config.model_type,
         )
     _require_shared_kv(step, layer_sources(model.config), model.config.model_type)
-    kv_heads, head_dim = shapes.pop() if shapes else (0, 0)
-    return expected, kv_heads, head_dim
+    return expected, [step.seen.get(layer, KvShape(0, 0)) for layer in range(num_layers)]
 
 
 def _require_shared_kv(step: ProbeStep, sources: Sequence[int], model_type: str) -> None:
@@ -289,7 +287,6 @@ class ModelRunner:
         Raises:
             BackendError: the model cannot be recorded.
         """
-        block_size = cache.layout.block_size
         return DecodeGraphs(
             lambda tokens, positions, attention: self._compute(tokens, positions, 0, attention, cache),
             self._kernels,
@@ -297,8 +294,8 @@ class ModelRunner:
             sizes=sizes,
             vocab_size=vocab_size,
             dtype=self.dtype,
-            blocks_per_row=-(-max_model_len // block_size),
-            block_size=block_size,
+            max_model_len=max_model_len,
+            block_sizes=self._groups.block_sizes(cache.layout.block_size),
             device=self._device,
             record=record,
         )
@@ -341,11 +338,14 @@ class ModelRunner:
             replayed = self._graphs.forward(batch)
             if replayed is not None:
                 return replayed
+        sizes = self._groups.block_sizes(cache.layout.block_size)
         attention = self._kernels.plan(
             batch.query_indptr,
             batch.seq_lens,
-            [GroupStep(windows[group], batch.tables[group], batch.slot_mappings[group]) for group in self._attending],
-            block_size=cache.layout.block_size,
+            [
+                GroupStep(windows[group], batch.tables[group], batch.slot_mappings[group], sizes[group])
+                for group in self._attending
+            ],
             device=self._device,
         )
         tokens, positions = self._to_device(batch.token_ids), self._to_device(batch.positions)
@@ -448,7 +448,7 @@ class KvCheck:
         rows = np.repeat(np.arange(batch.num_rows), np.diff(batch.query_indptr))
         silent = silent_row[rows]
         slots = upload(batch.slot_mappings[group][silent], device)
-        return cls(rows[silent], cache.is_finite(page, slots))
+        return cls(rows[silent], cache.is_finite(page, slots, groups.shapes[group].width if groups.shapes else 0))
 
     def failures(self) -> list[RowFailure]:
         """A failure for each row that has something not finite; waits for the device."""

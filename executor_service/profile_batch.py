@@ -29,14 +29,13 @@ def worst_batch(
     max_num_seqs: int,
     max_model_len: int,
     vocab_size: int,
-    block_size: int,
+    block_sizes: Sequence[int],
     max_logprobs: int,
     limits: AttentionLimits,
-    num_groups: int = 1,
 ) -> StepBatch:
     """A step with the largest workspaces: all tokens, all rows, longest contexts, costliest sampling.
 
-    All KV groups have the same tables: what is computed means nothing.
+    All KV groups of one block size have the same tables: what is computed means nothing.
 
     Rows of full context are as many as fill one attention workspace; more would take longer and no more memory. The
     other tokens are rows that begin, the cheapest way to a full token count.
@@ -44,18 +43,20 @@ def worst_batch(
     rows = _row_shapes(max_num_batched_tokens, max_num_seqs, max_model_len, limits)
     query_lens = np.array([query for query, _ in rows], dtype=np.int32)
     seq_lens = np.array([context for _, context in rows], dtype=np.int32)
-    tables = _scratch_tables(seq_lens, block_size)
+    tables = {size: _scratch_tables(seq_lens, size) for size in block_sizes}
     positions = np.concatenate([np.arange(context - query, context, dtype=np.int32) for query, context in rows])
-    blocks = positions // block_size % (SCRATCH_BLOCKS - 1) + 1
-    slots = blocks.astype(np.int64) * block_size + positions % block_size
+    slots = {}
+    for size in tables:
+        blocks = positions // size % (SCRATCH_BLOCKS - 1) + 1
+        slots[size] = blocks.astype(np.int64) * size + positions % size
     return StepBatch(
         step_id=1,
         query_indptr=np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32),
         token_ids=(positions * 7919 % vocab_size).astype(np.int32),
         positions=positions,
         seq_lens=seq_lens,
-        tables=[tables] * num_groups,
-        slot_mappings=[slots] * num_groups,
+        tables=[tables[size] for size in block_sizes],
+        slot_mappings=[slots[size] for size in block_sizes],
         sampling=_worst_sampling(seq_lens, max_num_seqs, vocab_size, max_logprobs),
     )
 

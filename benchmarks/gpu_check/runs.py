@@ -137,7 +137,8 @@ def largest_error(case: Case, device: torch.device) -> float:
         window=window,
         softcap=case.softcap,
     )
-    group = GroupStep(window, GroupTables(indptr, order, (seq_lens - 1) % case.block_size + 1), slots)
+    last = (seq_lens - 1) % case.block_size + 1
+    group = GroupStep(window, GroupTables(indptr, order, last), slots, case.block_size)
     query_indptr = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     kernels = _kernels(heads, case.dtype, case.kv_dtype, device)
     step: TritonAttention
@@ -145,7 +146,7 @@ def largest_error(case: Case, device: torch.device) -> float:
         columns = (torch.from_numpy(column).to(device) for column in (query_indptr, seq_lens, indptr, order, slots))
         (step,) = kernels.plan_decode([DeviceTables(*columns, block_size=case.block_size)], [window])
     else:
-        (step,) = kernels.plan(query_indptr, seq_lens, [group], block_size=case.block_size, device=device)
+        (step,) = kernels.plan(query_indptr, seq_lens, [group], device=device)
     there = cache.to(device)
     flat = there.view(2, -1, heads.num_kv_heads * heads.head_dim)
     keys, values = flat if codecs is PLAIN else flat.view(torch.uint8)  # as a `PagedKvCache` keeps it
@@ -188,8 +189,7 @@ def far_blocks_are_right(device: torch.device, elements: int = 2**31) -> bool:
         (step,) = _kernels(heads, torch.float16, torch.float16, device).plan(
             np.int32([0, 1, 18]),
             np.int32([seq for _, seq in rows]),
-            [GroupStep(0, GroupTables(np.int32([0, 2, 4]), order, np.int32([4, 1])), slots)],
-            block_size=BLOCK_SIZE,
+            [GroupStep(0, GroupTables(np.int32([0, 2, 4]), order, np.int32([4, 1])), slots, BLOCK_SIZE)],
             device=device,
         )
         keys, values = cache.view(2, -1, width)
@@ -318,8 +318,7 @@ class _Work:
         (planned,) = _kernels(self._heads, dtype, dtype, self._device).plan(
             (np.arange(step.rows + 1) * step.query).astype(np.int32),
             np.full(step.rows, step.context, dtype=np.int32),
-            [GroupStep(0, GroupTables(self._indptr, self._order, last), slots)],
-            block_size=BLOCK_SIZE,
+            [GroupStep(0, GroupTables(self._indptr, self._order, last), slots, BLOCK_SIZE)],
             device=self._device,
         )
         return planned

@@ -38,9 +38,9 @@ from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.kernels.native_paged import NativeKernels
 from executor_service.kernels.paged_kernels import PagedKernels
 from executor_service.kernels.torch_paged import TorchKernels
-from executor_service.kv_cache import KvLayout
 from executor_service.kv_memory import KvMemory
 from executor_service.kv_scales import require_fp8
+from executor_service.layer_groups import KvShape
 from executor_service.memory_profiler import PeakMeter, release_free_memory, tune_malloc
 from executor_service.model_loader import LoadedModel
 from executor_service.native.ops import NativeOps, load_native_ops
@@ -193,10 +193,15 @@ class TorchBackend(Backend):
         self._drop_memory()
 
     def _make_kernels(
-        self, loaded: LoadedModel, layout: KvLayout, limits: AttentionLimits, native: NativeOps | None
+        self,
+        loaded: LoadedModel,
+        kv_dtype: torch.dtype,
+        shapes: Sequence[KvShape],
+        limits: AttentionLimits,
+        native: NativeOps | None,
     ) -> PagedKernels:
         """See `torch_loading.MakeKernels`; a backend with other kernels makes them here. Raises BackendError."""
-        if native is not None and NativeKernels.fits(native, layout.dtype, layout.head_dim):
+        if native is not None and NativeKernels.fits(native, kv_dtype, *(shape.head_dim for shape in shapes)):
             return NativeKernels(native)
         return TorchKernels(limits)
 

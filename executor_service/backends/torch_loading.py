@@ -32,7 +32,7 @@ from executor_service.kv_scales import (
     checkpoint_scales,
     quantized_fingerprint,
 )
-from executor_service.layer_groups import LayerGroups, group_layers, layer_sources
+from executor_service.layer_groups import KvShape, LayerGroups, group_layers, layer_sources, page_tokens
 from executor_service.layer_ops import TorchOps
 from executor_service.lora import LoraAdapters, find_targets
 from executor_service.memory_profiler import require_swap_space
@@ -51,9 +51,10 @@ _GATHER_BYTES = 64 * 1024 * 1024
 
 _log = structlog.get_logger(__name__)
 
-# What writes K/V and attends, for a model whose K/V lies so: (model, layout, limits of a gather, compiled kernels for
-# the model's type if there are any). Raises BackendError.
-MakeKernels = Callable[[LoadedModel, KvLayout, AttentionLimits, NativeOps | None], PagedKernels]
+# What writes K/V and attends, for a model whose K/V lies so: (model, type that K/V is stored in, shapes of it that
+# layers have, none where none attends, limits of a gather, compiled kernels for the model's type if there are any).
+# Raises BackendError.
+MakeKernels = Callable[[LoadedModel, torch.dtype, Sequence[KvShape], AttentionLimits, NativeOps | None], PagedKernels]
 
 
 def prepare_model(
@@ -91,8 +92,9 @@ def prepare_model(
     if native is not None and not native.takes(loaded.dtype):
         native = None
     states, temperature = install_state_layers(loaded.model), take_temperature(loaded.model)
-    windows, kv_heads, head_dim = probe(loaded.model, loaded.vocab_size, states)
-    if config.fp8 is not None and not kv_heads:
+    windows, of_layers = probe(loaded.model, loaded.vocab_size, states)
+    shapes = sorted({shape for shape in of_layers if shape.width}, key=lambda shape: (shape.width, shape), reverse=True)
+    if config.fp8 is not None and not shapes:
         raise BackendError(
             "KV_CACHE_DTYPE_NOT_SUPPORTED",
             f"expected a model with layers that attend for --kv-cache-dtype {config.kv_cache_dtype}, got one whose"
@@ -100,18 +102,21 @@ def prepare_model(
             kv_cache_dtype=config.kv_cache_dtype,
         )
     if shard:
-        shard.require_kv_heads(loaded.model, kv_heads)
+        shard.require_kv_heads(loaded.model, [shape.num_kv_heads for shape in shapes])
     # A window, or a chunk, as long as any sequence is none.
     groups = group_layers(
         [window if window == STATE or abs(window) < loaded.max_model_len else 0 for window in windows],
         layer_sources(loaded.model.config),
+        of_layers,
     )
-    as_computed = KvLayout(groups.num_pages, kv_heads, head_dim, config.block_size, loaded.dtype)
+    heads, head_dim = shapes[0] if shapes else KvShape(0, 0)
+    block_size = page_tokens(shapes, config.block_size)
+    as_computed = KvLayout(groups.num_pages, heads, head_dim, block_size, loaded.dtype)
     layout = as_computed if config.fp8 is None else replace(as_computed, dtype=FP8_TYPES[config.fp8])
     if states is not None:  # the smaller K/V are, the more tokens it takes for a page that holds a state
         as_computed, layout = (_with_states(one, states.layout, config.state_interval) for one in (as_computed, layout))
     limits = _gather_limits(as_computed, layout)
-    kernels = make_kernels(loaded, layout, limits, native)
+    kernels = make_kernels(loaded, layout.dtype, shapes, limits, native)
     if isinstance(kernels, NativeKernels):
         limits = NO_WORKSPACE
     runner = ModelRunner(loaded.model, kernels, groups, states, temperature)
@@ -123,7 +128,7 @@ def prepare_model(
     packed = pack_linear_layers(loaded.model, lambda: probe(loaded.model, loaded.vocab_size, states), native)
     stacked = 0
     # Last of what changes weights: a stack knows them by their addresses.
-    if fused and native is not None and isinstance(kernels, NativeKernels):
+    if fused and native is not None and isinstance(kernels, NativeKernels) and len(shapes) == 1:
         stacked = stack_layers(loaded.model, run, groups, native)
     adapters = _make_adapters(config, loaded, states, device, shard) if config.max_loras else None
     codecs: Sequence[LayerCodecs] = ()

@@ -132,8 +132,8 @@ class MemoryBudget:
                 peak_bytes=meter.peak_bytes,
                 host_bytes=host_bytes,
                 blocks_for=lambda num_tokens: sum(
-                    group.most_blocks(num_tokens, layout.block_size, max_num_batched_tokens)
-                    for group in model.kv_groups()
+                    group.most_blocks(num_tokens, size, max_num_batched_tokens)
+                    for group, size in zip(model.kv_groups(), model.group_block_sizes, strict=True)
                 ),
             )
         return profile
@@ -176,10 +176,9 @@ class MemoryBudget:
                 max_num_seqs=max_num_seqs,
                 max_model_len=loaded.max_model_len,
                 vocab_size=loaded.vocab_size,
-                block_size=layout.block_size,
+                block_sizes=model.group_block_sizes,
                 max_logprobs=MAX_LOGPROBS,
                 limits=model.limits,
-                num_groups=len(windows),
             )
             model.run(batch, scratch)
             if model.adapters is not None:
@@ -231,6 +230,7 @@ class MemoryBudget:
             host_bytes=host_bytes,
             num_host_blocks=profile.num_host_blocks,
             block_size=model.layout.block_size,
+            group_block_sizes=model.group_block_sizes,
             num_blocks=profile.num_blocks,
             overridden=profile.overridden,
             **more,

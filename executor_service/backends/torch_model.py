@@ -25,7 +25,7 @@ from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.kernels.fp8 import LayerCodecs
 from executor_service.kernels.paged_kernels import PagedKernels
 from executor_service.kv_cache import KvLayout, PagedKvCache
-from executor_service.layer_groups import LayerGroups
+from executor_service.layer_groups import KvShape, LayerGroups
 from executor_service.lora import LoraAdapters
 from executor_service.model_loader import LoadedModel
 from executor_service.model_runner import ModelRunner
@@ -86,17 +86,26 @@ class PagedModel:
     def kv_groups(self) -> tuple[KvGroupSpec, ...]:
         """The KV groups as the manager is told of them."""
         layout, groups = self.layout, self.groups
-        page_bytes = layout.bytes_per_block // layout.num_layers
-        return tuple(
-            KvGroupSpec(
-                num_layers=groups.num_layers(index),
-                num_kv_heads=layout.num_kv_heads if window != STATE else 0,
-                head_dim=layout.head_dim if window != STATE else 0,
-                bytes_per_block=groups.num_layers(index) * page_bytes,
-                window=window,
+        alike = KvShape(layout.num_kv_heads, layout.head_dim)
+        specs = []
+        for index, (window, size) in enumerate(zip(groups.windows, self.group_block_sizes, strict=True)):
+            heads, head_dim = groups.shapes[index] if groups.shapes else alike
+            specs.append(
+                KvGroupSpec(
+                    num_layers=groups.num_layers(index),
+                    num_kv_heads=heads if window != STATE else 0,
+                    head_dim=head_dim if window != STATE else 0,
+                    bytes_per_block=layout.bytes_per_block,
+                    window=window,
+                    block_size=0 if size == layout.block_size else size,
+                )
             )
-            for index, window in enumerate(groups.windows)
-        )
+        return tuple(specs)
+
+    @property
+    def group_block_sizes(self) -> tuple[int, ...]:
+        """Tokens per block of each KV group."""
+        return self.groups.block_sizes(self.layout.block_size)
 
     def info(self, device: torch.device, max_adapters: int) -> ModelInfo:
         """What the manager is told of the model."""

@@ -6,15 +6,15 @@ runs only in Triton's interpreter (TRITON_INTERPRET=1), which tests use.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from executor_service.backends.base import STATE
 from executor_service.backends.torch_backend import TorchBackend
 from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.kernels.paged_kernels import PagedKernels
 from executor_service.kernels.triton_paged import TritonKernels
-from executor_service.kv_cache import KvLayout
-from executor_service.layer_groups import layer_windows
+from executor_service.layer_groups import KvShape
 from executor_service.model_loader import LoadedModel
 from executor_service.native.ops import NativeOps
 
@@ -23,24 +23,31 @@ class TritonBackend(TorchBackend):
     """Runs steps with torch and the Triton kernels; what it is told and what it promises are the torch backend's."""
 
     def _make_kernels(
-        self, loaded: LoadedModel, layout: KvLayout, limits: AttentionLimits, native: NativeOps | None
+        self,
+        loaded: LoadedModel,
+        kv_dtype: torch.dtype,
+        shapes: Sequence[KvShape],
+        limits: AttentionLimits,
+        native: NativeOps | None,
     ) -> PagedKernels:
         """Triton's kernels; torch's where no layer attends, which only copy blocks.
 
         Raises:
             BackendError: not on this device, or not for this model.
         """
-        if set(layer_windows(loaded.model.config)) == {STATE}:
-            return super()._make_kernels(loaded, layout, limits, native)
+        if not shapes:
+            return super()._make_kernels(loaded, kv_dtype, shapes, limits, native)
         config = loaded.model.config.get_text_config(decoder=True)
-        # A rank of several has fewer heads than the configuration says, in the same proportion.
         num_heads = int(config.num_attention_heads)
-        group_size = num_heads // int(getattr(config, "num_key_value_heads", None) or num_heads)
+        if len(shapes) == 1:
+            # A rank of several has fewer heads than the configuration says, in the same proportion.
+            group_size = num_heads // int(getattr(config, "num_key_value_heads", None) or num_heads)
+            num_heads = shapes[0].num_kv_heads * group_size
         return TritonKernels(
             torch.device(loaded.model.device),
             dtype=loaded.dtype,
-            kv_dtype=layout.dtype,
-            num_heads=layout.num_kv_heads * group_size,
-            num_kv_heads=layout.num_kv_heads,
-            head_dim=layout.head_dim,
+            kv_dtype=kv_dtype,
+            num_heads=num_heads,
+            num_kv_heads=min(shape.num_kv_heads for shape in shapes),
+            head_dim=max(shape.head_dim for shape in shapes),
         )

@@ -82,7 +82,7 @@ class PrefillRow:
 
 
 class GatherWorkspace:
-    """Where a group's K and V are gathered: the same buffers for all groups and layers of a step.
+    """Where a group's K and V are gathered: the same buffers for all groups and layers of a step, whatever their heads.
 
     Made anew for each gather, memory of this size would be mapped and faulted in each time.
     """
@@ -96,12 +96,13 @@ class GatherWorkspace:
         """The buffer of this name, where `like` is and of its type unless one is said; what it held is lost.
 
         Shape:
-            returns (rows, width); a name has one width and one type.
+            returns (rows, width); a name has one type.
         """
+        size = rows * width
         buffer = self._buffers.get(name)
-        if buffer is None or len(buffer) < rows:
-            buffer = self._buffers[name] = like.new_empty((rows, width), dtype=dtype)
-        return buffer[:rows]
+        if buffer is None or len(buffer) < size:
+            buffer = self._buffers[name] = like.new_empty(size, dtype=dtype)
+        return buffer[:size].view(rows, width)
 
 
 @dataclass(frozen=True)

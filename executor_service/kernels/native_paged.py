@@ -60,9 +60,9 @@ class NativeKernels(PagedKernels):
         self._ops = ops
 
     @staticmethod
-    def fits(ops: NativeOps, dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether there are kernels for K/V of this type and heads of this size."""
-        return ops.takes(dtype) and head_dim % LANES == 0
+    def fits(ops: NativeOps, dtype: torch.dtype, *head_dims: int) -> bool:
+        """Whether there are kernels for K/V of this type and heads of these sizes."""
+        return ops.takes(dtype) and all(head_dim % LANES == 0 for head_dim in head_dims)
 
     def plan(
         self,
@@ -70,7 +70,6 @@ class NativeKernels(PagedKernels):
         seq_lens: Int32,
         groups: Sequence[GroupStep],
         *,
-        block_size: int,
         device: torch.device,
     ) -> Sequence[NativeStep]:
         """Hand the tables on as they are; see the base class."""
@@ -86,7 +85,7 @@ class NativeKernels(PagedKernels):
                 np.ascontiguousarray(tables.block_ids, np.int32),
             )
             slots = torch.from_numpy(np.array(group.slot_mapping, dtype=np.int64))
-            steps.append(NativeStep(self._ops, PagedRows(kept, block_size, group.window), slots))
+            steps.append(NativeStep(self._ops, PagedRows(kept, group.block_size, group.window), slots))
         return steps
 
     def copy_within(

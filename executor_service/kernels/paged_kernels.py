@@ -23,7 +23,8 @@ class GroupStep(NamedTuple):
     """What one KV group has of a step.
 
     Units:
-        window: tokens that a token sees, itself included; 0 for all before it, `chunks_of` for those of its chunk.
+        window: tokens that a token sees, itself included; 0 for all before it, `chunks_of` for those of its chunk;
+        block_size: tokens per block.
 
     Shape:
         slot_mapping: (T,), the slot of every token of the step.
@@ -32,6 +33,7 @@ class GroupStep(NamedTuple):
     window: int
     tables: GroupTables
     slot_mapping: npt.NDArray[np.int64]
+    block_size: int
 
 
 class DeviceTables(NamedTuple):
@@ -92,7 +94,6 @@ class PagedKernels(ABC):
         seq_lens: Int32,
         groups: Sequence[GroupStep],
         *,
-        block_size: int,
         device: torch.device,
     ) -> Sequence[StepAttention]:
         """Turn a step's block tables into what attention needs of them on the device, for each KV group.
@@ -101,7 +102,6 @@ class PagedKernels(ABC):
             query_indptr: row r has tokens query_indptr[r] to query_indptr[r + 1].
             seq_lens: sequence lengths after this step.
             groups: the KV groups' part of the step.
-            block_size: tokens per block.
             device: where the cache lies.
 
         Shape:

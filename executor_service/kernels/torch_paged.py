@@ -68,7 +68,6 @@ class TorchKernels(PagedKernels):
         seq_lens: Int32,
         groups: Sequence[GroupStep],
         *,
-        block_size: int,
         device: torch.device,
     ) -> Sequence[TorchStep]:
         """Make the step's index tensors; see the base class."""
@@ -80,7 +79,7 @@ class TorchKernels(PagedKernels):
                     seq_lens,
                     group.tables,
                     group.slot_mapping,
-                    block_size=block_size,
+                    block_size=group.block_size,
                     limits=self._limits,
                     device=device,
                     window=group.window,

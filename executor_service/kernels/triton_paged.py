@@ -123,7 +123,7 @@ class TritonStep(TritonAttention):
     Args:
         target: what the kernels run on.
         programs: how many programs decode is cut into.
-        query_indptr, seq_lens, group, block_size, device: as in `PagedKernels.plan`, of one KV group.
+        query_indptr, seq_lens, group, device: as in `PagedKernels.plan`, of one KV group.
 
     Layers may differ in heads: what depends on them is laid out when a layer first asks.
     """
@@ -136,7 +136,6 @@ class TritonStep(TritonAttention):
         query_indptr: Int32,
         seq_lens: Int32,
         group: GroupStep,
-        block_size: int,
         device: torch.device,
     ) -> None:
         self._programs = programs
@@ -145,7 +144,7 @@ class TritonStep(TritonAttention):
         self._host_seq_lens = seq_lens
         # One transfer for all, not four.
         columns = self._upload(query_indptr, seq_lens, group.tables.block_indptr, group.tables.block_ids)
-        tables = DeviceTables(*columns, slots=upload(group.slot_mapping, device), block_size=block_size)
+        tables = DeviceTables(*columns, slots=upload(group.slot_mapping, device), block_size=group.block_size)
         super().__init__(target, tables, group.window)
         query_lens = np.diff(query_indptr)
         self._rows = np.flatnonzero(query_lens == 1).astype(np.int32)
@@ -275,7 +274,6 @@ class TritonKernels(PagedKernels):
         seq_lens: Int32,
         groups: Sequence[GroupStep],
         *,
-        block_size: int,
         device: torch.device,
     ) -> Sequence[TritonStep]:
         """Put the step's tables on the device; see the base class."""
@@ -286,7 +284,6 @@ class TritonKernels(PagedKernels):
                 query_indptr=query_indptr,
                 seq_lens=seq_lens,
                 group=group,
-                block_size=block_size,
                 device=device,
             )
             for group in groups

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import structlog
@@ -185,13 +185,25 @@ class ModelShard:
         """The maximum over the ranks of values that each has for its own heads. Shape: any; returns the same."""
         return self._exchange.largest(values)
 
-    def require_kv_heads(self, model: PreTrainedModel, num_kv_heads: int) -> None:
+    def require_kv_heads(self, model: PreTrainedModel, found: Sequence[int]) -> None:
         """Check what the ranks are for: that this one computes no more K/V heads than its share.
 
+        Args:
+            model: cut.
+            found: the heads of each shape of K/V that its layers have.
+
         Raises:
-            BackendError: the plan left attention whole.
+            BackendError: the plan left attention whole, or layers have K/V of unequal shapes.
         """
+        if len(found) != 1:
+            raise BackendError(
+                "TENSOR_PARALLEL_NOT_SUPPORTED",
+                f"expected layers with K/V of one shape for a --tensor-parallel-size of {self._exchange.size}, got"
+                f" {len(found)} shapes in {model.config.model_type}. Use --tensor-parallel-size 1.",
+                model_type=model.config.model_type,
+            )
         _, whole = _head_counts(model)
+        (num_kv_heads,) = found
         if num_kv_heads * self._exchange.size != whole:
             raise BackendError(
                 "TENSOR_PARALLEL_NOT_SUPPORTED",
@@ -276,8 +288,15 @@ def _matcher(pattern: str) -> Callable[[str], object]:
 
 
 def _head_counts(model: PreTrainedModel) -> tuple[int, int]:
-    """Attention heads and K/V heads, as the configuration has them."""
+    """Attention heads and K/V heads, as the configuration has them. Raises BackendError where layers have their own."""
     config = model.config.get_text_config(decoder=True)
+    if getattr(config, "is_heterogeneous", False):
+        raise BackendError(
+            "TENSOR_PARALLEL_NOT_SUPPORTED",
+            f"expected layers of one configuration, got per_layer_config in {model.config.model_type}."
+            " Use --tensor-parallel-size 1.",
+            model_type=model.config.model_type,
+        )
     num_heads = int(config.num_attention_heads)
     return num_heads, int(getattr(config, "num_key_value_heads", None) or num_heads)
 

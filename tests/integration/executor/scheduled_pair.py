@@ -19,7 +19,7 @@ from kvmanager_service.core.request import FinishReason, NewRequest, SamplingPar
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.step_message import build_execute_request, read_execute_response
-from tests.simulation.harness import kv_groups
+from tests.simulation.harness import kv_group
 from tests.unit.executor.step_builder import reference_tokens
 
 BLOCK_SIZE = 4
@@ -65,7 +65,8 @@ class Pair:
         self.reasons: dict[str, FinishReason] = {}
 
     def make_kv(self) -> KVCacheCoordinator:
-        groups = kv_groups(self.limits.block_size, self.windows)
+        sizes = zip(self.limits.group_block_sizes, self.windows, strict=True)
+        groups = [kv_group(size, window) for size, window in sizes]
         return KVCacheCoordinator(self.num_blocks, groups, longest_chunk=CHUNK)
 
     def restart_manager(self) -> int:

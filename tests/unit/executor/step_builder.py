@@ -13,6 +13,7 @@ from transformers import (
     BambaConfig,
     Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GraniteMoeHybridConfig,
     JambaConfig,
     Llama4TextConfig,
@@ -180,6 +181,13 @@ _MORE: dict[str, dict[str, object]] = {
         "altup_num_inputs": 2, "activation_sparsity_pattern": [0.5, *[0.0] * 6], "tie_word_embeddings": False,
         "pad_token_id": 0,
     },
+    "gemma4": {
+        "num_hidden_layers": 7, "num_kv_shared_layers": 2, "sliding_window": 20, "global_head_dim": 32,
+        "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL, _SLIDING, _FULL],
+        "attention_k_eq_v": True, "num_global_key_value_heads": 2,
+        "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8, "tie_word_embeddings": False,
+        "pad_token_id": 0,
+    },
 }  # fmt: skip
 
 
@@ -187,10 +195,11 @@ def tiny_config(kind: str, **changes: object) -> PreTrainedConfig:
     """A configuration small enough to run in milliseconds, of a type that transformers names so.
 
     "llama", "qwen2" and "qwen3" attend to all tokens; "mistral" has a window of 20 tokens in all layers, "gemma3" in
-    five of seven. "gemma3n" has it in four of seven, of which the last three read the K/V of earlier ones. "llama4" is
-    a mixture of experts in every second layer, and attends within chunks of 20 tokens in three of five; its full
-    attention has a temperature that grows every 16 tokens. "mamba" and "mamba2" keep a state in every layer; "bamba",
-    "granitemoehybrid", "jamba" and "qwen3_next" do in three of four or five, and attend in the others.
+    five of seven. "gemma3n" has it in four of seven, of which the last three read the K/V of earlier ones. "gemma4" has
+    it in four of seven, too, and in the other three twice as much K/V of a token; the last two read earlier ones.
+    "llama4" is a mixture of experts in every second layer, and attends within chunks of 20 tokens in three of five; its
+    full attention has a temperature that grows every 16 tokens. "mamba" and "mamba2" keep a state in every layer;
+    "bamba", "granitemoehybrid", "jamba" and "qwen3_next" do in three of four or five, and attend in the others.
     """
     values: dict[str, object] = {
         "vocab_size": VOCAB_SIZE,
@@ -258,6 +267,7 @@ def tiny_config(kind: str, **changes: object) -> PreTrainedConfig:
         "mistral": MistralConfig,
         "gemma3": Gemma3TextConfig,
         "gemma3n": Gemma3nTextConfig,
+        "gemma4": Gemma4TextConfig,
         "llama4": Llama4TextConfig,
         "jamba": JambaConfig,
         "mamba": MambaConfig,

@@ -51,12 +51,12 @@ class Engine:
 
     def __init__(self, folder: Path, stored: str | None) -> None:
         model = load_model(str(folder), device=CPU, dtype="float32").model
-        windows, kv_heads, dim = probe(model, VOCAB_SIZE)
+        windows, (shape, *_) = probe(model, VOCAB_SIZE)
         groups = group_layers(windows)
         self.num_groups = len(groups.windows)
         kernels = TorchKernels(AttentionLimits(gather_tokens=1 << 16))
         self.runner = ModelRunner(model, kernels, groups)
-        layout, codecs = KvLayout(groups.num_pages, kv_heads, dim, BLOCK_SIZE, torch.float32), []
+        layout, codecs = KvLayout(groups.num_pages, *shape, BLOCK_SIZE, torch.float32), []
         if stored is not None:
             passages = calibration_passages({}, VOCAB_SIZE, 256)
             self.scales = calibrated_scales(self.runner, layout, stored, passages, groups=groups, device=CPU)
@@ -182,13 +182,13 @@ def test_attention_over_this_steps_unrounded_kv_would_be_seen(folder: Path, monk
 def test_scales_of_layers_that_share_a_page_are_their_own(grouped: Path) -> None:
     """The page of the wide layer is others' too; whatever layers share, each has the scales that it has alone."""
     model = load_model(str(grouped), device=CPU, dtype="float32").model
-    windows, kv_heads, dim = probe(model, VOCAB_SIZE)
+    windows, (shape, *_) = probe(model, VOCAB_SIZE)
     shared = group_layers(windows)
     alone = LayerGroups(tuple(windows), tuple(range(len(windows))), tuple(range(len(windows))))
     found = {}
     for groups in (shared, alone):
         runner = ModelRunner(model, TorchKernels(AttentionLimits(gather_tokens=1 << 16)), groups)
-        layout = KvLayout(groups.num_pages, kv_heads, dim, BLOCK_SIZE, torch.float32)
+        layout = KvLayout(groups.num_pages, *shape, BLOCK_SIZE, torch.float32)
         passages = calibration_passages({}, VOCAB_SIZE, 256)
         found[groups] = calibrated_scales(runner, layout, "fp8_e4m3", passages, groups=groups, device=CPU)
     assert found[shared] == found[alone]

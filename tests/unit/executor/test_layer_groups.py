@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from executor_service.backends.base import STATE, BackendError, KvGroupSpec, chunks_of
-from executor_service.layer_groups import group_layers, layer_sources, layer_windows
+from executor_service.layer_groups import KvShape, group_layers, layer_sources, layer_windows, page_tokens
 from tests.simulation.harness import kv_group
 from tests.unit.executor.step_builder import tiny_config
 
@@ -159,6 +159,84 @@ def test_group_layers_every_layer_has_a_page_of_its_own_in_a_group_of_its_window
     assert len(set(places)) == len(windows)
     assert [groups.windows[group] for group in groups.group_of] == windows
     assert list(groups.windows) == sorted(groups.windows)
+
+
+EIGHT, SIX, FOUR = KvShape(8, 128), KvShape(6, 128), KvShape(4, 128)
+
+
+def test_group_layers_with_less_of_a_token_have_longer_blocks() -> None:
+    """Four full layers of 8 K/V heads, four of 4 with a window: blocks of 16 and of 32 tokens, nothing unused."""
+    groups = group_layers([0, 1024] * 4, shapes=[EIGHT, FOUR] * 4)
+    assert (groups.windows, groups.shapes) == ((0, 1024), (EIGHT, FOUR))
+    assert (groups.num_pages, groups.num_layers(0), groups.num_layers(1)) == (4, 4, 4)
+    assert page_tokens(groups.shapes, 16) == 16
+    assert groups.block_sizes(16) == (16, 32)
+
+
+def test_group_layers_bytes_of_a_token_that_do_not_divide_meet_at_a_common_multiple() -> None:
+    assert page_tokens([EIGHT, SIX], 16) == 18
+    assert group_layers([0, 8], shapes=[EIGHT, SIX]).block_sizes(18) == (18, 24)
+    assert page_tokens([KvShape(3, 128), KvShape(2, 128)], 16) == 16
+    assert group_layers([0, 8], shapes=[KvShape(2, 128), KvShape(3, 128)]).block_sizes(16) == (24, 16)
+
+
+def test_group_layers_of_one_kind_and_unequal_shapes_are_apart_the_larger_first() -> None:
+    groups = group_layers([0, 0, 0, 20, STATE], shapes=[FOUR, EIGHT, FOUR, FOUR, KvShape(0, 0)])
+    assert groups.windows == (0, 0, 0, 20, STATE)
+    assert groups.shapes == (EIGHT, FOUR, FOUR, FOUR, KvShape(0, 0))
+    assert groups.group_of == (1, 0, 2, 3, 4)
+    assert groups.block_sizes(64) == (64, 128, 128, 128, 64)
+
+
+def test_group_layers_of_equal_bytes_and_other_heads_are_apart_in_blocks_of_one_size() -> None:
+    """Gemma 4 with half as many heads, twice as large, in its full layers."""
+    groups = group_layers([0, 512], shapes=[KvShape(2, 512), KvShape(4, 256)])
+    assert groups.shapes == (KvShape(2, 512), KvShape(4, 256))
+    assert (page_tokens(groups.shapes, 16), groups.block_sizes(16)) == (16, (16, 16))
+
+
+def test_group_layers_that_are_all_alike_have_no_shapes_of_their_own() -> None:
+    groups = group_layers([0, 20, STATE], shapes=[EIGHT, EIGHT, KvShape(0, 0)])
+    assert groups == group_layers([0, 20, STATE])
+    assert groups.block_sizes(48) == (48, 48, 48)
+    assert page_tokens([EIGHT, KvShape(0, 0)], 48) == 48
+
+
+def test_group_layers_that_read_anothers_are_of_its_shape() -> None:
+    groups = group_layers([20, 0, 20, 0], [0, 1, 0, 1], [FOUR, EIGHT, FOUR, EIGHT])
+    assert (groups.group_of, groups.shapes) == ((1, 0, 1, 0), (EIGHT, FOUR))
+
+
+def test_page_tokens_of_pages_that_cannot_be_made_equal_are_refused() -> None:
+    primes = [KvShape(1, 1021), KvShape(1, 1019)]
+    assert page_tokens(primes, 16) == 1019
+    with pytest.raises(
+        BackendError, match=r"at most 4096 tokens in a block, got 1019, 1021 .* which takes 5105"
+    ) as caught:
+        page_tokens(primes, 4090)
+    assert caught.value.reason == "MODEL_NOT_SUPPORTED"
+
+
+def test_layer_windows_and_sources_of_gemma_4_are_those_of_its_configuration() -> None:
+    config = tiny_config("gemma4")
+    assert layer_windows(config) == [20, 20, 0, 20, 0, 20, 0]
+    assert layer_sources(config) == [0, 1, 2, 3, 4, 3, 4]
+
+
+@pytest.mark.parametrize(("kind", "value"), [("gemma3", True), ("gemma4", "all")])
+def test_layer_windows_of_a_model_that_reads_what_follows_are_refused(kind: str, value: object) -> None:
+    with pytest.raises(BackendError, match=f"got use_bidirectional_attention={value} in {kind}_text") as caught:
+        layer_windows(tiny_config(kind, use_bidirectional_attention=value))
+    assert caught.value.reason == "MODEL_NOT_SUPPORTED"
+    assert layer_windows(tiny_config("gemma4", use_bidirectional_attention="vision"))[:3] == [20, 20, 0]
+
+
+def test_layer_sources_of_a_model_without_kv_of_its_own_are_refused() -> None:
+    config = tiny_config("gemma4")
+    config.num_kv_shared_layers = 7
+    with pytest.raises(BackendError, match="got num_kv_shared_layers=7 of 7 in gemma4_text") as caught:
+        layer_sources(config)
+    assert caught.value.reason == "MODEL_NOT_SUPPORTED"
 
 
 @pytest.mark.parametrize("window", [1, 2, 16, 17, 100, STATE, chunks_of(2), chunks_of(16), chunks_of(50)])

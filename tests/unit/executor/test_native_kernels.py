@@ -89,10 +89,8 @@ def test_attend_infinite_key_alone_in_a_tile_weighs_nothing(native: NativeOps, d
     query = torch.ones(1, 1, dim, dtype=dtype)
     keys[:32] = float("-inf")
     step = build_step([Row([0], 39, [0, 1, 2])], 16)
-    group = GroupStep(0, step.tables[0], step.slot_mappings[0])
-    (planned,) = NativeKernels(native).plan(
-        step.query_indptr, step.seq_lens, [group], block_size=16, device=torch.device("cpu")
-    )
+    group = GroupStep(0, step.tables[0], step.slot_mappings[0], 16)
+    (planned,) = NativeKernels(native).plan(step.query_indptr, step.seq_lens, [group], device=torch.device("cpu"))
     got = planned.attend(query, keys[39:40, None], values[39:40, None], keys, values, scaling=0.1)
     weights = (keys[32:40].float() @ torch.ones(dim) * 0.1).softmax(0)
     torch.testing.assert_close(got[0, 0].float(), weights @ values[32:40].float(), atol=2e-2, rtol=2e-2)
@@ -105,10 +103,8 @@ def test_attend_and_rotate_one_kv_head_whose_stride_says_nothing(native: NativeO
     got = []
     for key in (lone, lone.clone(memory_format=torch.contiguous_format).view(7, 1, 32)):
         step = build_step([Row([0] * 7, 0, [2, 1])], 4)
-        group = GroupStep(0, step.tables[0], step.slot_mappings[0])
-        (planned,) = NativeKernels(native).plan(
-            step.query_indptr, step.seq_lens, [group], block_size=4, device=torch.device("cpu")
-        )
+        group = GroupStep(0, step.tables[0], step.slot_mappings[0], 4)
+        (planned,) = NativeKernels(native).plan(step.query_indptr, step.seq_lens, [group], device=torch.device("cpu"))
         got.append(planned.attend(queries, key, key, torch.zeros(12, 32), torch.zeros(12, 32), scaling=0.3))
         angles = some(1, 7, 32, seed=2)
         rotated = key.clone()

@@ -83,10 +83,8 @@ def attend(
 ) -> torch.Tensor:
     """The rows' attention by the compiled kernels. Shape: states of q, k, v (T, H, D); cache (2, blocks, ...)."""
     step = build_step([Row([0] * query, length - query, blocks) for query, length, blocks in rows], block_size)
-    group = GroupStep(window, step.tables[0], step.slot_mappings[0])
-    (planned,) = NativeKernels(native_ops()).plan(
-        step.query_indptr, step.seq_lens, [group], block_size=block_size, device=torch.device("cpu")
-    )
+    group = GroupStep(window, step.tables[0], step.slot_mappings[0], block_size)
+    (planned,) = NativeKernels(native_ops()).plan(step.query_indptr, step.seq_lens, [group], device=torch.device("cpu"))
     keys, values = cache.view(2, -1, cache.shape[3] * cache.shape[4])
     query, key, value = states
     return planned.attend(query, key, value, keys, values, scaling=SCALING)

@@ -106,8 +106,8 @@ def run_both(
     if kernels is None:
         actual = paged_attention(query, key, value, flat[0], flat[1], plan=plan, scaling=0.3, codecs=codecs)
     else:
-        group = GroupStep(window, step.tables[0], step.slot_mappings[0])
-        (own,) = kernels.plan(step.query_indptr, step.seq_lens, [group], block_size=block_size, device=CPU)
+        group = GroupStep(window, step.tables[0], step.slot_mappings[0], block_size)
+        (own,) = kernels.plan(step.query_indptr, step.seq_lens, [group], device=CPU)
         actual = own.attend(query, key, value, flat[0], flat[1], scaling=0.3)
     assert torch.equal(cache.float().nan_to_num(7.0), expected_cache.float().nan_to_num(7.0))
     return actual, expected

@@ -185,7 +185,10 @@ def test_probe_layer_that_keeps_no_state_is_refused(tmp_path: Path) -> None:
 def test_probe_learns_states_and_the_heads_of_the_layers_that_attend(tmp_path: Path) -> None:
     model = load_model(str(save_tiny_model(tmp_path, "bamba")), device=CPU, dtype="float32").model
     states = install_state_layers(model)
-    assert probe(model, VOCAB_SIZE, states) == ([STATE, 0, STATE, STATE, 0], 3, 16)
+    assert probe(model, VOCAB_SIZE, states) == (
+        [STATE, 0, STATE, STATE, 0],
+        [(0, 0), (3, 16), (0, 0), (0, 0), (3, 16)],
+    )
     assert states is not None
     conv, recurrent = states.layout.parts
     assert (conv.shape, recurrent.shape) == ((2 * 96 + 2 * 2 * 4, 4), (8, 24, 4))

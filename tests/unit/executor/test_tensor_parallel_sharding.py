@@ -73,10 +73,10 @@ def lone_shard(size: int) -> ModelShard:
 def logits_of(folder: Path, take_part: Callable[[PreTrainedModel], None] | None) -> tuple[torch.Tensor, int, int]:
     """Logits of a step after one that fed the prompts' beginnings, K/V heads per layer, and bytes of the weights."""
     model = load_model(str(folder), device=CPU, dtype="float32", take_part=take_part).model
-    windows, kv_heads, head_dim = probe(model, VOCAB_SIZE)
+    windows, (shape, *_) = probe(model, VOCAB_SIZE)
     groups = group_layers(windows)
     runner = ModelRunner(model, TorchKernels(AttentionLimits(gather_tokens=1 << 16)), groups)
-    cache = PagedKvCache(KvLayout(groups.num_pages, kv_heads, head_dim, BLOCK_SIZE, torch.float32), 60, CPU)
+    cache = PagedKvCache(KvLayout(groups.num_pages, *shape, BLOCK_SIZE, torch.float32), 60, CPU)
     tables = iter(range(1, 60))
 
     def blocks() -> list[list[int]]:
@@ -88,7 +88,7 @@ def logits_of(folder: Path, take_part: Callable[[PreTrainedModel], None] | None)
     second = [Row(p[len(p) // 2 :], len(p) // 2, b[0], more_blocks=b[1:]) for p, b in rows]
     return (
         runner.forward(build_step(second, BLOCK_SIZE, 2), cache),
-        kv_heads,
+        shape.num_kv_heads,
         sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values()),
     )
 
@@ -131,6 +131,21 @@ def test_take_model_with_sparse_activations_is_refused() -> None:
     with pytest.raises(BackendError, match=r"without activation_sparsity_pattern .* got gemma3n_text") as caught:
         lone_shard(2).take(model)
     assert caught.value.reason == "MODEL_NOT_SUPPORTED"
+
+
+def test_take_model_whose_layers_have_heads_of_their_own_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("gemma4"))
+    with pytest.raises(
+        BackendError, match="layers of one configuration, got per_layer_config in gemma4_text"
+    ) as caught:
+        lone_shard(2).take(model)
+    assert caught.value.reason == "TENSOR_PARALLEL_NOT_SUPPORTED"
+
+
+def test_require_kv_heads_of_unequal_layers_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    with pytest.raises(BackendError, match="K/V of one shape for a --tensor-parallel-size of 2, got 2 shapes in llama"):
+        lone_shard(2).require_kv_heads(model, [1, 2])
 
 
 def test_partial_linear_adds_its_bias_once() -> None:
@@ -194,9 +209,9 @@ def test_require_kv_heads_attention_that_the_plan_leaves_whole_is_refused(tmp_pa
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
     }  # fmt: skip
     model = AutoModelForCausalLM.from_config(Phi3Config(**values), attn_implementation=ATTENTION_NAME)
-    _, kv_heads, _ = probe(model, VOCAB_SIZE)
+    _, shapes = probe(model, VOCAB_SIZE)
     with pytest.raises(BackendError, match="phi3 to give each of 2 ranks 1 of 2 K/V heads, got 2 in each") as no:
-        lone_shard(2).require_kv_heads(model, kv_heads)
+        lone_shard(2).require_kv_heads(model, [shapes[0].num_kv_heads])
     assert no.value.reason == "TENSOR_PARALLEL_NOT_SUPPORTED"
 
 

@@ -158,8 +158,7 @@ def planned_step(case: Case, step: StepBatch) -> TritonStep:
         case.programs,
         query_indptr=step.query_indptr,
         seq_lens=step.seq_lens,
-        group=GroupStep(case.window or 0, step.tables[0], step.slot_mappings[0]),
-        block_size=case.block_size,
+        group=GroupStep(case.window or 0, step.tables[0], step.slot_mappings[0], case.block_size),
         device=CPU,
     )
 
@@ -224,8 +223,7 @@ def test_triton_step_not_a_number_stays_in_its_row() -> None:
         4,
         query_indptr=step.query_indptr,
         seq_lens=step.seq_lens,
-        group=GroupStep(0, step.tables[0], step.slot_mappings[0]),
-        block_size=16,
+        group=GroupStep(0, step.tables[0], step.slot_mappings[0], 16),
         device=CPU,
     )
     flat = cache.view(2, -1, 128)
@@ -366,8 +364,7 @@ def test_triton_step_decode_splits_cover_what_is_seen_and_no_more(window: int, s
         64,
         query_indptr=step.query_indptr,
         seq_lens=step.seq_lens,
-        group=GroupStep(window, step.tables[0], step.slot_mappings[0]),
-        block_size=16,
+        group=GroupStep(window, step.tables[0], step.slot_mappings[0], 16),
         device=CPU,
     )
     rows = planned._decode_rows(2, 64)
@@ -440,8 +437,8 @@ def test_triton_kernels_reserve_what_the_widest_step_splits_take() -> None:
     taken: list[int] = []
     for lengths in ([1024] * 4, [1024, 1, 1, 1], [300, 700, 2, 1024]):
         step = build_step([Row([0], seq - 1, list(range(1, 70))) for seq in lengths], 16)
-        group = GroupStep(0, step.tables[0], step.slot_mappings[0])
-        (planned,) = made.plan(step.query_indptr, step.seq_lens, [group], block_size=16, device=CPU)
+        group = GroupStep(0, step.tables[0], step.slot_mappings[0], 16)
+        (planned,) = made.plan(step.query_indptr, step.seq_lens, [group], device=CPU)
         rows = planned._decode_rows(2, 256)
         assert rows is not None
         taken.append(rows.num_splits * 4 * 65 * 4)
