@@ -12,7 +12,8 @@ numbers of layers, so that a block is as large for each of them, and a sequence 
 attention for all its tokens, of a window or chunks for those that can still be read and a row to come. The arithmetic
 is that of the executor's ``group_layers`` and ``KvGroupSpec.most_blocks``, which tests hold it to.
 
-A layer that reads the K and V of another has none, and is in no group.
+A layer that reads the K and V of another has none, and is in no group. Layers that keep less of a token than others are
+in groups whose blocks have more tokens, so that all are of the same bytes.
 
 A state lies in a block like K and V of its tokens do, so a block is made long enough for both: the least multiple of
 the block size that is no shorter than the interval between states, and that a state fits into.
@@ -34,6 +35,7 @@ from kvplane_client.cli.model_layers import (
     PlanError,
     decoder_config,
     dense_width,
+    kv_shapes,
     layer_windows,
     longest_sequence,
     num_shared,
@@ -61,6 +63,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 KV_DTYPE_BYTES = DTYPE_BYTES | {"fp8_e4m3": 1, "fp8_e5m2": 1}
 _UNUSED_FULL_PAGE = 4
 """What the executor counts a page of full attention that no layer uses as, to one of a window."""
+_MOST_TOKENS_PER_BLOCK = 4096
+"""What the executor makes blocks no longer than, to have pages of equal bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,7 @@ class ModelShape:
         states: The layers that keep a state.
         num_shared_layers: Layers, the last ones, that read the K and V of earlier ones.
         other_weights: What its type has beside those of the Llama family.
+        kv_shapes: K/V heads of each layer, and their width, where these are not num_kv_heads and head_dim in all.
     """
 
     num_layers: int
@@ -101,6 +106,7 @@ class ModelShape:
     states: StateLayers | None = None
     num_shared_layers: int = 0
     other_weights: int = 0
+    kv_shapes: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_kv_layers(self) -> int:
@@ -118,9 +124,10 @@ class ModelShape:
 
         Two norms a layer are counted; those of K and Q, and biases, are below a thousandth and are not.
         """
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        shapes = self.kv_shapes or ((self.num_kv_heads, self.head_dim),) * self.num_attending
+        heads = sum(head_dim * (self.num_heads + kv_heads) for kv_heads, head_dim in shapes)
         norms = 2 if self.intermediate_size else 1
-        layers = self.num_attending * attention + self.num_layers * norms * self.hidden_size
+        layers = 2 * self.hidden_size * heads + self.num_layers * norms * self.hidden_size
         if self.states is not None:
             layers += self.states.num_layers * self.states.num_weights
         matrices = 3 if self.gated else 2
@@ -177,6 +184,7 @@ class ModelShape:
             states=states,
             num_shared_layers=num_shared(values, windows, where),
             other_weights=other_weights(values, len(windows) - windows.count(STATE), where),
+            kv_shapes=kv_shapes(values, windows, where),
         )
 
 
@@ -224,10 +232,12 @@ class KvGroup:
         num_layers: How many.
         window: Tokens that a token reads in them, itself included; 0 for all before it, the size of chunks negated,
             STATE where they keep a state.
+        block_size: Tokens per block.
     """
 
     num_layers: int
     window: int
+    block_size: int = 0
 
     def most_blocks(self, num_tokens: int, block_size: int, longest_chunk: int) -> int:
         """Most blocks that a sequence of num_tokens tokens has of the group at any time.
@@ -242,32 +252,53 @@ class KvGroup:
         return min(length, -(-(reach + longest_chunk - 1) // block_size) + 1)
 
 
-def group_layers(windows: Sequence[int]) -> tuple[KvGroup, ...]:
+def group_layers(
+    windows: Sequence[int], shapes: Sequence[tuple[int, int]] = (), block_size: int = 0
+) -> tuple[KvGroup, ...]:
     """Makes groups as the executor does: of equal numbers of layers, but for a window's last, those of full first.
 
     Args:
         windows: By layer; 0 for full attention, the size of chunks negated, STATE, whose groups are the last.
+        shapes: By layer, K/V heads and their width; empty where they are the same in all.
+        block_size: Tokens per block of layers that keep most of a token.
     """
-    counts = Counter(windows)
+    alike = (0, 0)
+    counts = Counter(zip(windows, shapes or (alike,) * len(windows), strict=True))
+    most = max((math.prod(shape) for shape in shapes), default=0)
 
     def cost(size: int) -> int:
         total = 0
-        for window, count in counts.items():
+        for (window, _), count in counts.items():
             groups = -(-count // size)
             total += groups + (groups * size - count) * (1 if window else _UNUSED_FULL_PAGE)
         return total
 
     size = min(range(1, max(counts.values()) + 1), key=cost)
     return tuple(
-        KvGroup(min(size, count - start), window)
-        for window, count in sorted(counts.items(), key=_order)
+        KvGroup(min(size, count - start), window, block_size * most // math.prod(shape) if shapes else block_size)
+        for (window, shape), count in sorted(counts.items(), key=_order)
         for start in range(0, count, size)
     )
 
 
-def _order(item: tuple[int, int]) -> tuple[bool, bool, int]:
-    window, _ = item
-    return window == STATE, window < 0, abs(window)
+def _order(item: tuple[tuple[int, tuple[int, int]], int]) -> tuple[bool, bool, int, int]:
+    (window, shape), _ = item
+    return window == STATE, window < 0, abs(window), -math.prod(shape)
+
+
+def _page_tokens(shapes: Sequence[tuple[int, int]], block_size: int) -> int:
+    """Tokens per block of layers that keep most of a token, so that all layers have whole ones in it."""
+    widths = {math.prod(shape) for shape in shapes}
+    if len(widths) < 2:
+        return block_size
+    unit = math.lcm(*widths)
+    page = -(-block_size * max(widths) // unit) * unit
+    if page // min(widths) > max(_MOST_TOKENS_PER_BLOCK, block_size):
+        raise PlanError(
+            f"expected layers whose blocks can be made equal with at most {_MOST_TOKENS_PER_BLOCK} tokens, got"
+            f" {', '.join(map(str, sorted(widths)))} numbers in K of a token; lower --block-size"
+        )
+    return page // max(widths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +315,8 @@ class Capacity:
         bytes_per_state: What one layer keeps of a sequence in place of K and V; 0 where none does.
         bytes_per_block: K and V, or states, of one block, which is of one group's layers.
         num_blocks: Blocks that fit, the null block included.
-        block_size: Tokens per block: more than were asked for, where layers keep a state.
+        block_size: Tokens per block: more than were asked for, where layers keep a state. Where layers keep unequal
+            amounts of a token, of those that keep most; others are as their groups say.
         num_tokens: Tokens that the usable blocks hold in every layer, as of sequences that left none behind.
         context_len: Tokens of one user.
         blocks_per_user: Blocks of one user, of all groups together.
@@ -347,7 +379,10 @@ def plan_capacity(
     if weights_bytes is None:
         weights_bytes = shape.num_parameters * DTYPE_BYTES[dtype]
     kv_value_bytes = KV_DTYPE_BYTES[dtype if kv_dtype == "auto" else kv_dtype]
-    token_bytes = 2 * shape.num_kv_heads * shape.head_dim * kv_value_bytes
+    with_kv = shape.kv_shapes[: shape.num_kv_layers]
+    widths = [math.prod(one) for one in with_kv] or [shape.num_kv_heads * shape.head_dim] * shape.num_kv_layers
+    token_bytes = 2 * kv_value_bytes * max(widths, default=0)
+    block_size = _page_tokens(with_kv, block_size)
     state_bytes = 0
     if shape.states is not None:
         state_bytes = shape.states.num_bytes(_computed_bytes(shape, dtype, kv_dtype))
@@ -358,25 +393,26 @@ def plan_capacity(
     longest = math.inf if shape.max_model_len is None else shape.max_model_len
     read = (shape.windows or (0,) * shape.num_layers)[: shape.num_layers - shape.num_shared_layers]
     windows = [window if window == STATE or abs(window) < longest else 0 for window in read]
-    groups = group_layers(windows)
+    groups = group_layers(windows, with_kv, block_size)
     # Where no layer attends, a block has halves all the same, each of as many numbers for every token.
     page_bytes = token_bytes or 2 * kv_value_bytes * -(-state_bytes // (2 * kv_value_bytes * block_size))
     bytes_per_block = page_bytes * block_size * max(group.num_layers for group in groups)
     num_blocks = kv_bytes // bytes_per_block
     usable_blocks = max(0, num_blocks - 1)
-    blocks_per_user = sum(group.most_blocks(context_len, block_size, longest_chunk) for group in groups)
+    blocks_per_user = sum(group.most_blocks(context_len, group.block_size, longest_chunk) for group in groups)
+    common = math.lcm(*(group.block_size for group in groups))
     return Capacity(
         total_bytes=total_bytes,
         usable_bytes=usable_bytes,
         weights_bytes=weights_bytes,
         overhead_bytes=overhead_bytes,
         kv_bytes=kv_bytes,
-        bytes_per_token=token_bytes * shape.num_kv_layers,
+        bytes_per_token=2 * kv_value_bytes * sum(widths),
         bytes_per_state=state_bytes,
         bytes_per_block=bytes_per_block,
         num_blocks=num_blocks,
         block_size=block_size,
-        num_tokens=usable_blocks // len(groups) * block_size,
+        num_tokens=usable_blocks // sum(common // group.block_size for group in groups) * common,
         context_len=context_len,
         blocks_per_user=blocks_per_user,
         num_users=usable_blocks // blocks_per_user,

@@ -19,6 +19,7 @@ __all__ = [
     "PlanError",
     "decoder_config",
     "dense_width",
+    "kv_shapes",
     "layer_windows",
     "longest_sequence",
     "not_understood",
@@ -46,8 +47,15 @@ _OTHER_DECODERS = (
     "use_bidirectional_attention",
 )  # fmt: skip
 
-_GEMMA3N = "gemma3n_text"
-_GEMMA3N_KEYS = ("hidden_size_per_layer_input", "num_kv_shared_layers")
+_GEMMA3N, _GEMMA4 = "gemma3n_text", "gemma4_text"
+# By model type, which of those are understood.
+_DECODER_KEYS = {
+    _GEMMA3N: ("hidden_size_per_layer_input", "num_kv_shared_layers"),
+    _GEMMA4: (
+        "global_head_dim", "hidden_size_per_layer_input", "num_global_key_value_heads", "num_kv_shared_layers",
+        "per_layer_config",
+    ),
+}  # fmt: skip
 
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _SHARED_COUNTS = ("n_shared_experts", "num_shared_experts")
@@ -91,6 +99,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "head_dim": 256, "vocab_size": 262_400, "max_position_embeddings": 32_768, "hidden_size": 2048,
         "num_hidden_layers": 35, "num_kv_shared_layers": 15, "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262_144, "altup_num_inputs": 4, "laurel_rank": 64,
+    },
+    "gemma4_text": {
+        "tie_word_embeddings": True, "sliding_window": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 256, "global_head_dim": 512, "vocab_size": 262_144, "max_position_embeddings": 131_072,
+        "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
     },
     "gpt_oss": {"sliding_window": 128},
     "granitemoehybrid": {**_HYBRID, "num_local_experts": 8, "shared_intermediate_size": 1024},
@@ -142,6 +156,7 @@ WINDOW_RULES: dict[str, Callable[[int, Config], bool]] = {
         ("cohere2", "gemma3_text"), lambda layer, config: (layer + 1) % config["sliding_window_pattern"] != 0
     ),
     "gemma3n_text": lambda layer, config: (layer + 1) % 5 != 0,
+    "gemma4_text": lambda layer, config: (layer + 1) % 6 != 0 and layer + 1 != config["num_hidden_layers"],
     "olmo3": lambda layer, config: (layer + 1) % 4 != 0,
     **dict.fromkeys(("qwen2", "qwen3"), lambda layer, config: bool(layer >= config["max_window_layers"])),
     "qwen2_moe": lambda layer, config: layer % 2 == 0 and bool(layer < config["max_window_layers"]),
@@ -202,7 +217,12 @@ def decoder_config(config: Config, where: str) -> tuple[dict[str, Any], str]:
             " layers keep another; no executor here runs it"
         )
     for key in _OTHER_DECODERS:
-        if values.get(key) and not (kind == _GEMMA3N and key in _GEMMA3N_KEYS):
+        is_known = key in _DECODER_KEYS.get(str(kind), ())
+        # Of images alone, which no prompt of tokens has.
+        is_known = is_known or (
+            kind == _GEMMA4 and key == "use_bidirectional_attention" and values.get(key) == "vision"
+        )
+        if values.get(key) and not is_known:
             raise not_understood(where, key, values[key], "a decoder with equal K and V and no more in every layer")
     return values, where
 
@@ -260,6 +280,8 @@ def layer_windows(config: Config, where: str) -> tuple[int, ...]:
             raise not_understood(where, "layer_types", types, f"{num_layers} of {_FULL} or {_SLIDING}")
         if _SLIDING in types and not window:
             raise not_understood(where, "sliding_window", config.get("sliding_window"), f"a window of {_SLIDING}")
+        if config["model_type"] == _GEMMA4:
+            types = [*types[:-1], _FULL]  # whatever it says
         if _CHUNKED in types and not chunk:
             raise not_understood(where, "attention_chunk_size", chunk, f"chunks of {_CHUNKED}")
         return tuple({_FULL: 0, _SLIDING: window, _CHUNKED: -chunk}[kind] for kind in types)
@@ -292,13 +314,45 @@ def _chunks(config: Config, num_layers: int, chunk: int, where: str) -> tuple[in
     return tuple(-chunk if is_rotary else 0 for is_rotary in rotary[:num_layers])
 
 
+def kv_shapes(config: Config, windows: Sequence[int], where: str) -> tuple[tuple[int, int], ...]:
+    """K/V heads of each layer, and their width; empty where they are the same in all.
+
+    Args:
+        config: Of ``decoder_config``.
+        windows: Of ``layer_windows``.
+        where: What errors call it.
+
+    Raises:
+        PlanError: Some layer's are no positive integers.
+    """
+    if config["model_type"] != _GEMMA4:
+        return ()
+    names = ("num_key_value_heads", "head_dim")
+    own = config.get("per_layer_config")  # as transformers writes it; as it was published, full layers have others
+    if own is None:
+        changed = {"head_dim": config["global_head_dim"]}
+        if config.get("attention_k_eq_v") and config.get("num_global_key_value_heads"):
+            changed["num_key_value_heads"] = config["num_global_key_value_heads"]
+        own = {str(layer): changed for layer, window in enumerate(windows) if not window}
+    if not isinstance(own, dict) or not all(
+        str(layer).isdecimal() and isinstance(of, dict) and set(of) <= {*names} for layer, of in own.items()
+    ):
+        raise not_understood(where, "per_layer_config", own, f"by layer no more than {' and '.join(names)}")
+    of_layers = {int(layer): of for layer, of in own.items()}  # "05" of twelve
+    shapes = []
+    for layer in range(len(windows)):
+        heads, width = (positive({**config, **of_layers.get(layer, {})}, name, where) for name in names)
+        shapes.append((heads, width))
+    return tuple(shapes) if len(set(shapes)) > 1 else ()
+
+
 def num_shared(config: Config, windows: Sequence[int], where: str) -> int:
     """How many layers, the last ones, read the K/V of the last one before them with a window like theirs.
 
     Raises:
         PlanError: There are as many as layers, or no layer before them has such a window.
     """
-    if config["model_type"] != _GEMMA3N or not config.get("num_kv_shared_layers"):
+    if config["model_type"] not in (_GEMMA3N, _GEMMA4) or not config.get("num_kv_shared_layers"):
         return 0
     shared = positive(config, "num_kv_shared_layers", where)
     if set(windows[:-shared]) != set(windows):
@@ -336,6 +390,8 @@ def read_experts(config: Config, where: str) -> Experts | None:
     Raises:
         PlanError: A key of a mixture of experts is not understood, or has no value that it can have.
     """
+    if config["model_type"] == _GEMMA4:
+        return _beside_networks(config, where)
     is_llama4 = config["model_type"] == _LLAMA4
     understood = _UNDERSTOOD | _ROUTING | _KEYS_OF.get(str(config["model_type"]), set())
     for key, value in config.items():
@@ -361,6 +417,15 @@ def read_experts(config: Config, where: str) -> Experts | None:
         return None
     is_gated = bool(config.get("shared_expert_intermediate_size"))
     return Experts(num_layers, next(iter(counts.values())), width, shared, is_gated)
+
+
+def _beside_networks(config: Config, where: str) -> Experts | None:
+    """Those of a Gemma 4: in each layer beside its network, which counts as one that every token runs through."""
+    if not config.get("enable_moe_block"):
+        return None
+    num_layers, count = positive(config, "num_hidden_layers", where), positive(config, "num_experts", where)
+    width = positive(config, "moe_intermediate_size", where)
+    return Experts(num_layers, count, width, shared_size=positive(config, "intermediate_size", where))
 
 
 def _num_sparse_layers(config: Config, where: str) -> int:

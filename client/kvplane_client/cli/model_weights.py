@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvplane_client.cli.model_layers import positive
+from kvplane_client.cli.model_layers import kv_shapes, layer_windows, positive
 
 __all__ = ["other_weights"]
 
@@ -41,7 +41,37 @@ def _gemma3n(config: Config, num_attending: int, where: str) -> int:
     return layers - shared * projections + whole
 
 
-_OTHERS: dict[str, Callable[[Config, int, str], int]] = {"gemma3n_text": _gemma3n, "qwen3_next": _query_gates}
+def _gemma4(config: Config, num_attending: int, where: str) -> int:
+    """Gemma 4's: more norms, an embedding per layer, and networks twice as wide in layers that read others' K/V.
+
+    Source: transformers' Gemma4TextModel. Such layers have no projections for K/V, and full ones, where K and V are
+    one, have one.
+    """
+    hidden = positive(config, "hidden_size", where)
+    windows = layer_windows(config, where)
+    alike = positive(config, "num_key_value_heads", where), positive(config, "head_dim", where)
+    shapes = kv_shapes(config, windows, where) or (alike,) * num_attending
+    first_shared = num_attending - (config.get("num_kv_shared_layers") or 0)
+    wider = 3 * hidden * positive(config, "intermediate_size", where) if config.get("use_double_wide_mlp") else 0
+    total = 0
+    for layer, (heads, head_dim) in enumerate(shapes):
+        total += 2 * hidden + head_dim  # beside two norms of every decoder; that of queries
+        if layer >= first_shared:
+            total += wider - 2 * hidden * heads * head_dim
+        else:
+            total += head_dim
+            total -= hidden * heads * head_dim if config.get("attention_k_eq_v") and not windows[layer] else 0
+    if config.get("enable_moe_block"):
+        total += num_attending * (4 * hidden + positive(config, "num_experts", where))
+    if config.get("hidden_size_per_layer_input"):
+        width, words = (positive(config, f"{key}_size_per_layer_input", where) for key in ("hidden", "vocab"))
+        total += num_attending * (hidden * (2 * width + 1) + width * (words + hidden)) + width
+    return total
+
+
+_OTHERS: dict[str, Callable[[Config, int, str], int]] = {
+    "gemma3n_text": _gemma3n, "gemma4_text": _gemma4, "qwen3_next": _query_gates,
+}  # fmt: skip
 
 
 def other_weights(config: Config, num_attending: int, where: str) -> int:

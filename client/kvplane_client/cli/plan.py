@@ -35,7 +35,8 @@ or a config.json, or its folder. The executor measures the same at its start;
 this reckons: weights from the shape (of a model that also sees or hears: of
 its decoder alone), and --overhead for activations and the runtime. Layers
 that keep a state (Mamba, linear attention) need blocks that it fits into:
-their size is then a multiple of --block-size, as the executor makes it.
+their size is then a multiple of --block-size, as the executor makes it. Of
+layers that keep less of a token than others blocks have more tokens.
 
 Examples:
 
@@ -166,7 +167,10 @@ def _document(shape: ModelShape, capacity: Capacity) -> dict[str, Any]:
 
 def _kv_cache(capacity: Capacity) -> dict[str, Any]:
     """What ``kvplane replay --kv-cache`` takes."""
-    groups = [_kind(group.window) | {"num_layers": group.num_layers} for group in capacity.groups]
+    groups = []
+    for group in capacity.groups:
+        own = {} if group.block_size == capacity.block_size else {"block_size": group.block_size}
+        groups.append(_kind(group.window) | own | {"num_layers": group.num_layers})
     return {"num_blocks": capacity.num_blocks, "block_size": capacity.block_size, "groups": groups}
 
 
@@ -186,13 +190,14 @@ def _longest(model: str, shape: ModelShape) -> int:
 
 
 def _rows(capacity: Capacity) -> list[tuple[str, str]]:
+    sizes = " or ".join(str(size) for size in sorted({group.block_size for group in capacity.groups}))
     rows = [
         ("memory", f"{_gib(capacity.total_bytes)}, {_gib(capacity.usable_bytes)} of it to use"),
         ("weights", _gib(capacity.weights_bytes)),
         ("overhead", _gib(capacity.overhead_bytes)),
         ("left for KV", _gib(capacity.kv_bytes)),
         ("one token", f"{capacity.bytes_per_token:,} bytes"),
-        ("one block", f"{capacity.bytes_per_block:,} bytes for {capacity.block_size} tokens"),
+        ("one block", f"{capacity.bytes_per_block:,} bytes for {sizes} tokens"),
         ("blocks", f"{capacity.num_blocks:,}, for {capacity.num_tokens:,} tokens"),
         ("users", f"{capacity.num_users:,} at once with {capacity.context_len:,} tokens each"),
     ]

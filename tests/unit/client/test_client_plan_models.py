@@ -182,6 +182,9 @@ def test_defaults_are_those_of_transformers(model_type: str) -> None:
     for key, value in DEFAULTS[model_type].items():
         if key == "sliding_window_pattern":
             assert [kind == "full_attention" for kind in config.layer_types[:12]].index(True) == value - 1
+        elif model_type == "gemma4_text" and key in ("head_dim", "global_head_dim"):
+            kind = "full_attention" if key == "global_head_dim" else "sliding_attention"
+            assert config.per_layer_config[kind].head_dim == value
         else:
             assert getattr(config, key) == value, key
 

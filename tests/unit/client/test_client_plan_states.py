@@ -40,7 +40,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 3, "attn_layer_offset": 0, "num_experts": 1, "mamba_d_conv": 3},
     "qwen3_next": {"linear_value_head_dim": 24, "mlp_only_layers": [1]},
 }
-SHARING: dict[str, dict[str, Any]] = {"gemma3n": {"num_kv_shared_layers": 2, "altup_num_inputs": 3, "head_dim": 8}}
+SHARING: dict[str, dict[str, Any]] = {
+    "gemma3n": {"num_kv_shared_layers": 2, "altup_num_inputs": 3, "head_dim": 8},
+    "gemma4": {
+        "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "num_global_key_value_heads": 3, "head_dim": 32,
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24,
+    },
+}  # fmt: skip
 SAVED = [(kind, changes) for kind, other in (KINDS | SHARING).items() for changes in ({}, other)]
 """Each as the executor's own tests have it, and otherwise."""
 
@@ -62,9 +68,10 @@ def executor_info(folder: Path, **changes: Any) -> ModelInfo:
 
 
 def saved_numbers(folder: Path) -> int:
-    """Numbers in the files of a model's weights."""
+    """Numbers in the files of a model's weights, without a factor of a layer that is none."""
     with safe_open(folder / "model.safetensors", "pt") as weights:  # type: ignore[no-untyped-call]
-        return sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+        names = [name for name in weights.keys() if not name.endswith("layer_scalar")]  # noqa: SIM118
+        return sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
 
 
 def manager_group(window: int, block_size: int) -> KVGroup:
@@ -75,13 +82,13 @@ def manager_group(window: int, block_size: int) -> KVGroup:
 
 def require_equal(capacity: Capacity, info: ModelInfo, longest_chunk: int) -> None:
     """The plan has the executor's blocks and groups, and as many users as the manager's books allow."""
-    ours = [(group.num_layers, group.window) for group in capacity.groups]
-    assert ours == [(group.num_layers, group.window) for group in info.kv_groups]
+    ours = [(group.num_layers, group.window, group.block_size) for group in capacity.groups]
+    sizes = info.group_block_sizes
+    assert ours == [(group.num_layers, group.window, size) for group, size in zip(info.kv_groups, sizes, strict=True)]
     largest = max(info.kv_groups, key=lambda group: group.num_layers)
     assert (capacity.block_size, capacity.bytes_per_block) == (info.block_size, largest.bytes_per_block)
-    manager = KVCacheCoordinator(
-        2, [manager_group(group.window, info.block_size) for group in info.kv_groups], longest_chunk=longest_chunk
-    )
+    groups = [manager_group(group.window, size) for group, size in zip(info.kv_groups, sizes, strict=True)]
+    manager = KVCacheCoordinator(2, groups, longest_chunk=longest_chunk)
     assert capacity.blocks_per_user == manager.num_blocks_for(capacity.context_len)
     assert capacity.num_users == (capacity.num_blocks - 1) // capacity.blocks_per_user > 0
 
@@ -159,6 +166,10 @@ LLAMA4: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "intermediate_size_mlp": 128,
     "vocab_size": 100, "max_position_embeddings": 512, "attention_chunk_size": 64, "num_local_experts": 2,
 }  # fmt: skip
+
+
+def transformers_config(config: dict[str, Any]) -> Any:
+    return CONFIG_MAPPING[config["model_type"]](**{key: value for key, value in config.items() if key != "model_type"})
 
 
 def saved_config(folder: Path, config: dict[str, Any]) -> str:
@@ -246,6 +257,86 @@ def test_plan_gemma_3n_keeps_k_and_v_of_the_layers_that_have_their_own() -> None
     unshared = shape_of(GEMMA_3N | {"num_kv_shared_layers": 0})
     assert (unshared.num_kv_layers, unshared.num_shared_layers) == (5, 0)
     assert shape_of(GEMMA_3N | {"intermediate_size": [64] * 5}) == shape_of(GEMMA_3N | {"intermediate_size": 64})
+
+
+GEMMA_4: dict[str, Any] = {"model_type": "gemma4_text", "num_hidden_layers": 12}
+
+
+def test_plan_by_hand_gemma_4_has_blocks_of_32_tokens_where_layers_keep_half_as_much() -> None:
+    """4 K/V heads of 256 in ten sliding layers, of 512 in two full ones, in bfloat16."""
+    capacity = plan_capacity(
+        shape_of(GEMMA_4), total_bytes=GIB, utilization=1.0, dtype="bfloat16", kv_dtype="auto", overhead_bytes=0,
+        block_size=16, context_len=131_072, weights_bytes=0, longest_chunk=2048,
+    )  # fmt: skip
+    assert [(group.num_layers, group.window, group.block_size) for group in capacity.groups] == [
+        (2, 0, 16),
+        *[(2, 512, 32)] * 5,
+    ]
+    assert capacity.bytes_per_token == 2 * 8192 + 10 * 4096
+    assert (capacity.block_size, capacity.bytes_per_block) == (16, 2 * 16 * 8192)
+    assert capacity.num_blocks == GIB // (2 * 16 * 8192) == 4096
+    assert capacity.blocks_per_user == 131_072 // 16 + 5 * (-(-(511 + 2047) // 32) + 1)
+    assert capacity.num_tokens == 4095 // (2 + 5) * 32  # of 32 tokens two blocks of the full layers, one of each other
+    halved = plan_capacity(
+        shape_of(GEMMA_4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 2}), total_bytes=GIB,
+        utilization=1.0, dtype="bfloat16", kv_dtype="fp8", overhead_bytes=0, block_size=16, context_len=1000,
+        weights_bytes=0,
+    )  # fmt: skip
+    assert {group.block_size for group in halved.groups} == {16}
+    assert halved.bytes_per_token == 12 * 2048
+
+
+def test_plan_gemma_4_as_transformers_writes_it_is_what_was_published() -> None:
+    published = GEMMA_4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 384}
+    config = transformers_config(published)
+    written = json.loads(config.to_json_string(use_diff=False))
+    assert "global_head_dim" not in written
+    assert shape_of(written).kv_shapes == shape_of(published).kv_shapes == (*[(4, 256)] * 5, (1, 384)) * 2
+    assert shape_of(written).num_parameters == shape_of(published).num_parameters
+    assert shape_of(GEMMA_4 | {"use_bidirectional_attention": "vision"}) == shape_of(GEMMA_4)
+
+
+def test_command_of_unequal_blocks_shows_both_and_a_replay_takes_them(tmp_path: Path) -> None:
+    arguments = ["plan", saved_config(tmp_path, GEMMA_4), "--memory", "64GiB", "--overhead", "0"]
+    shown = CliRunner().invoke(app, arguments)
+    assert f"{2 * 16 * 8192:,} bytes for 16 or 32 tokens" in shown.stdout
+    done = CliRunner().invoke(app, [*arguments, "--json"])
+    (tmp_path / "plan.json").write_text(done.stdout)
+    geometry = read_kv_cache(tmp_path / "plan.json")
+    assert [(group.kind, group.block_size) for group in geometry.groups] == [("full", 0), *[("window", 32)] * 5]
+    manager = KVCacheCoordinator(
+        geometry.num_blocks, make_groups(geometry.groups, geometry.block_size), longest_chunk=2048
+    )
+    capacity = json.loads(done.stdout)["capacity"]
+    assert manager.num_blocks_for(capacity["context_len"]) == capacity["blocks_per_user"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_bidirectional_attention": "all"}, "got use_bidirectional_attention 'all'"),
+        ({"global_head_dim": 0}, "expected head_dim to be a positive integer, got 0"),
+        ({"per_layer_config": {"0": {"head_dim": 8.5}}}, "expected head_dim to be a positive integer, got 8.5"),
+        ({"per_layer_config": {"0": {"sliding_window": 8}}}, "by layer no more than num_key_value_heads and head_dim"),
+        ({"per_layer_config": [1]}, "by layer no more than num_key_value_heads and head_dim"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_plan_layers_of_other_shapes_that_are_not_understood_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        shape_of(GEMMA_4 | changes)
+    assert message in str(caught.value)
+
+
+def test_plan_blocks_that_cannot_be_made_equal_are_refused_as_by_the_executor() -> None:
+    shape = shape_of(GEMMA_4 | {"num_key_value_heads": 1, "head_dim": 1019, "global_head_dim": 1021})
+    values: dict[str, Any] = {
+        "total_bytes": GIB, "utilization": 1.0, "dtype": "bfloat16", "kv_dtype": "auto", "overhead_bytes": 0,
+        "context_len": 100, "weights_bytes": 0,
+    }  # fmt: skip
+    assert plan_capacity(shape, block_size=16, **values).block_size == 1019
+    with pytest.raises(PlanError, match="at most 4096 tokens, got 1019, 1021 numbers in K of a token"):
+        plan_capacity(shape, block_size=4090, **values)
 
 
 def test_plan_time_steps_without_a_limit_are_none_however_they_are_written() -> None:
