@@ -154,14 +154,18 @@ async def test_conformance_of_torch_executor_with_several_groups_passes_with_num
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("kind", "changes"), [("llama4", {"attention_chunk_size": 7}), ("gemma3n", {})])
-async def test_conformance_of_torch_executor_with_chunks_or_shared_kv_passes(kind, changes, tmp_path):
-    """Two full layers and three of chunks, which do not end with a block; and layers that read others' K/V."""
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("llama4", {"attention_chunk_size": 7}), ("gemma3n", {}), ("gemma4", {"sliding_window": 7})]
+)
+async def test_conformance_of_torch_executor_with_chunks_shared_or_unequal_kv_passes(kind, changes, tmp_path):
+    """Two full layers and three of chunks, which do not end with a block; K/V of others; and blocks of two sizes."""
     save_tiny_model(tmp_path, kind, **changes)
-    async with running_executor(windowed_config(tmp_path)) as server:
+    # Of Gemma 4 two blocks of full layers take as many tokens as one of each of two groups of sliding ones.
+    sizes = {"num_blocks_override": 4 * NUM_BLOCKS, "swap_space": 4 * NUM_HOST_BLOCKS * BLOCK_SIZE * 2 * 2 * 64 * 4}
+    async with running_executor(windowed_config(tmp_path, **sizes)) as server:
         _, results = await tried(server.address, ["groups/", "windows/", "tables/", "cache/", "copies/"])
     assert failures(results) == {}
-    assert skipped(results) == (NEED_CHUNKS if kind == "gemma3n" else set())
+    assert skipped(results) == (NEED_CHUNKS if kind != "llama4" else set())
 
 
 @pytest.mark.filterwarnings("ignore")
