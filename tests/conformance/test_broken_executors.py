@@ -204,17 +204,31 @@ async def test_conformance_of_faulty_backend_with_several_groups_fails(fault, ba
 
 @pytest.mark.parametrize(
     ("windows", "sizes"),
-    [(WINDOWS, UNEQUAL), ((0, 0), (4, 8)), ((5, -7), (3, 2)), ((0, 6, 6), (8, 4, 4)), (CHUNKS, (1, 16)), ((0,), (8,))],
+    [
+        (WINDOWS, UNEQUAL),
+        ((0, 0), (4, 8)),
+        ((5, -7), (3, 2)),
+        ((0, 6, 6), (8, 4, 4)),
+        (CHUNKS, (1, 16)),
+        ((0,), (8,)),
+        ((0, -1), (4, 8)),
+        ((0, -1, 6), (4, 2, 8)),
+    ],
     ids=str,
 )
 async def test_conformance_of_sim_executor_with_unequal_blocks_passes(windows, sizes):
     """Whole for the usual windows; for others what computes."""
-    filters = () if windows in (WINDOWS, CHUNKS) else ("tables/", "groups/", "windows/", "cache/", "copies/", "tags/")
+    filters = (
+        ()
+        if windows in (WINDOWS, CHUNKS)
+        else ("tables/", "groups/", "windows/", "states/", "cache/", "copies/", "tags/")
+    )
     async with running_executor(sim_config(**unequal(windows, sizes))) as server:
         _, results = await tried(server.address, filters)
     assert failures(results) == {}
     if not filters:
-        assert skipped(results) == NEED_LOGITS | (set() if windows == CHUNKS else NEED_CHUNKS)
+        always = NEED_LOGITS | NEED_STATES | NEED_ADAPTERS
+        assert skipped(results) == always | (set() if windows == CHUNKS else NEED_CHUNKS)
 
 
 @pytest.mark.parametrize("fault", SIZES, ids=lambda fault: fault.__name__)
