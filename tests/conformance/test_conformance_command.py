@@ -17,10 +17,12 @@ from kvplane_client.cli.main import app
 from kvplane_client.conformance.cases import all_cases
 from typer.testing import CliRunner, Result
 
+from executor_service.backends.sim_backend import SimBackend, SimBackendConfig
 from executor_service.backends.sim_digest import expected_tokens
 from executor_service.server import running_executor
 from tests.conformance import broken_backends as backends
-from tests.conformance.trial import sim_config
+from tests.conformance.broken_adapters import FaultyAdapters
+from tests.conformance.trial import BLOCK_SIZE, sim_config
 
 COMMAND = [sys.executable, "-m", "kvplane_client.cli", "conformance"]
 FAULT = "tables/stale_slots"
@@ -71,6 +73,35 @@ async def test_conformance_command_broken_executor_exits_1_and_says_which_senten
     assert found == failed.keys()
     text = suite.find("testcase[@name='stale_slots']/failure").text
     assert f"breaks {failed[FAULT]['contract']}" in text
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_conformance_command_tries_adapters_that_are_named(named):
+    """Nothing is known of the model that this executor serves."""
+    arguments = ["--adapter", "one", "--adapter", "another"] if named else []
+    async with running_executor(sim_config(backend="other", max_loras=2), FaultyAdapters()) as server:
+        command = [*COMMAND, server.address, "-k", "adapters/", "--json", *arguments]
+        result = await asyncio.to_thread(
+            subprocess.run, command, capture_output=True, text=True, env=environment(), timeout=300, check=False
+        )
+    assert result.returncode == 0, result.stdout
+    reasons = {case["name"]: case["reason"] for case in json.loads(result.stdout)["cases"] if case["reason"]}
+    assert "adapters/none_where_none_fit" in reasons
+    assert ("adapters/rows_with_and_without" in reasons) != named
+    assert named == (len(reasons) == 1)
+    assert named or "give --adapter" in reasons["adapters/rows_with_and_without"]
+
+
+async def test_conformance_command_adapter_that_the_reference_cannot_read_exits_2(tmp_path):
+    model = tmp_path / "tiny"
+    assert run("--write-model", str(model)).exit_code == 0
+    config = sim_config(backend="other", max_loras=2, sim_vocab_size=256)
+    backend = SimBackend(SimBackendConfig(block_size=BLOCK_SIZE, sim_vocab_size=256, sim_num_blocks=80, max_loras=2))
+    async with running_executor(config, backend) as server:
+        arguments = [server.address, "--model", str(model), "--adapter", "one", "-k", "adapters/chunked"]
+        result = await asyncio.to_thread(run, *arguments)
+    assert result.exit_code == 2
+    assert "--adapter: with --model expected folders" in " ".join(result.stderr.split())
 
 
 def test_conformance_command_without_an_executor_exits_2():

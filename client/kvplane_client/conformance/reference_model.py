@@ -166,11 +166,22 @@ class ReferenceModel:
         }
 
     def adapted(self, adapter: Path) -> ReferenceModel:
-        """The model with an adapter's matrices added to its weights; read once."""
+        """The model with an adapter's matrices added to its weights; read once.
+
+        Raises:
+            UnusableError: It is no folder of an adapter for the model.
+        """
         if adapter not in self._adapted:
             model = copy.copy(self)
-            weights = {f"{name}.weight": delta for name, delta in adapter_deltas(adapter).items()}
-            model._weights = self._weights | {name: self._weights[name] + delta for name, delta in weights.items()}
+            try:
+                weights = {f"{name}.weight": delta for name, delta in adapter_deltas(adapter).items()}
+                added = {name: self._weights[name] + delta for name, delta in weights.items()}
+            except (OSError, ValueError, KeyError, SafetensorError) as error:
+                message = (
+                    f"--adapter: with --model expected folders that the kit can read, too, got {adapter}: {error!r}"
+                )
+                raise UnusableError(message) from error
+            model._weights = self._weights | added
             self._adapted[adapter] = model
         return self._adapted[adapter]
 
