@@ -504,14 +504,14 @@ async def test_there_is_a_limit_to_an_answer(pool: SequencePool, monkeypatch: py
 async def test_a_pool_whose_name_was_drawn_is_opened_even_if_an_answer_is_lost(
     client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = client._unary
+    call = client._calls.unary
 
     async def call_twice(method: Any, request: Any) -> Any:
         if isinstance(request, pb.OpenPoolRequest):
             await call(method, request)
         return await call(method, request)
 
-    monkeypatch.setattr(client, "_unary", call_twice)
+    monkeypatch.setattr(client._calls, "unary", call_twice)
     made = await client.open_pool(5, 4)
     assert [info.pool_id for info in await client.list_pools()] == [made.info.pool_id]
     assert made.info.num_blocks == 5
@@ -524,7 +524,7 @@ async def test_a_pool_whose_name_was_drawn_is_opened_even_if_an_answer_is_lost(
 async def test_a_drawn_name_that_is_still_being_made_is_drawn_anew(
     client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = client._unary
+    call = client._calls.unary
     drawn: list[str] = []
 
     async def refuse_once(method: Any, request: Any) -> Any:
@@ -534,7 +534,7 @@ async def test_a_drawn_name_that_is_still_being_made_is_drawn_anew(
                 raise AlreadyExistsError("being made")
         return await call(method, request)
 
-    monkeypatch.setattr(client, "_unary", refuse_once)
+    monkeypatch.setattr(client._calls, "unary", refuse_once)
     made = await client.open_pool(5, 4)
     assert made.info.pool_id == drawn[1] != drawn[0]
 
