@@ -296,7 +296,7 @@ class LoraAdapters:
                 self.add(adapter_id, matrices)
 
     def _part(self, matrices: Mapping[str, LoraMatrices], rank: int) -> dict[str, LoraMatrices]:
-        """What a rank has of them, as views."""
+        """What a rank has of them."""
         return {name: part_of(one, self._all.cuts.get(name), rank, self._size) for name, one in matrices.items()}
 
     def _loaded(self) -> dict[int, dict[str, LoraMatrices]]:

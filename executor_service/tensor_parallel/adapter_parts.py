@@ -31,11 +31,29 @@ class LayerCut:
 
     Attributes:
         by_outputs: else by inputs.
-        number: how many of these the whole layer has.
+        blocks: what lies side by side in these, in order: how many, and whether each rank has a part of them or all.
     """
 
     by_outputs: bool
-    number: int
+    blocks: tuple[tuple[int, bool], ...]
+
+    @classmethod
+    def evenly(cls, number: int, *, by_outputs: bool) -> LayerCut:
+        """Of so many outputs, or inputs, each rank has the next part."""
+        return cls(by_outputs, ((number, True),))
+
+    @property
+    def number(self) -> int:
+        """How many outputs, or inputs, the whole layer has."""
+        return sum(number for number, _ in self.blocks)
+
+    def take(self, values: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
+        """What a rank has of values that lie so along a dimension; a view where they lie side by side."""
+        parts = []
+        for (number, is_shared), block in zip(self.blocks, values.split([n for n, _ in self.blocks], dim), strict=True):
+            part = part_range(number, rank, size) if is_shared else range(number)
+            parts.append(block.narrow(dim, part.start, len(part)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def part_range(number: int, rank: int, size: int) -> range:
@@ -44,13 +62,12 @@ def part_range(number: int, rank: int, size: int) -> range:
 
 
 def part_of(matrices: LoraMatrices, cut: LayerCut | None, rank: int, size: int) -> LoraMatrices:
-    """A rank's part, as views; None for a layer that every rank has whole."""
+    """A rank's part; None for a layer that every rank has whole."""
     if cut is None:
         return matrices
-    part = part_range(cut.number, rank, size)
     if cut.by_outputs:
-        return replace(matrices, b=matrices.b[part.start : part.stop])
-    return replace(matrices, a=matrices.a[:, part.start : part.stop])
+        return replace(matrices, b=cut.take(matrices.b, 0, rank, size))
+    return replace(matrices, a=cut.take(matrices.a, 1, rank, size))
 
 
 @dataclass(frozen=True)

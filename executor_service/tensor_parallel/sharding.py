@@ -1,7 +1,8 @@
-"""A rank's part of a model, cut from the whole by transformers' own tensor-parallel plan.
+"""A rank's part of a model, cut from the whole by transformers' own tensor-parallel plan; with states, by one of ours.
 
 Station: `model_loader` has `ModelShard.take` cut what it has read, before it goes to a device; `backends.torch_backend`
-asks it for what a rank's share of other things is. Calls `group.RankGroup` while the model computes.
+asks it for what a rank's share of other things is, and how layers are cut, for adapters (`adapter_parts`). Calls
+`group.RankGroup` while the model computes.
 
 The plan, `model.tp_plan`, says for each linear layer how it is cut:
 
@@ -12,6 +13,8 @@ The plan, `model.tp_plan`, says for each linear layer how it is cut:
 What the plan has return a whole output for a whole input is left whole, in every rank: embeddings, norms, projections
 that are sliced afterwards. Only the plan is transformers'. Its application makes DTensors of the weights, which
 `packed_linear` could not lay out, and gathers logits in every rank.
+
+Of layers that keep a state transformers' plans leave whole what matters: `mixer_shards` has plans for some models.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", for the two cuts.
 """
@@ -31,6 +34,14 @@ from transformers import PreTrainedModel
 from executor_service.backends.base import STATE, BackendError
 from executor_service.layer_groups import layer_windows
 from executor_service.tensor_parallel.adapter_parts import LayerCut, part_range
+from executor_service.tensor_parallel.mixer_shards import (
+    HALVES,
+    MIXER,
+    PLANS,
+    cut_of_halves,
+    mixer_cuts,
+    take_mixer,
+)
 
 __all__ = ["Exchange", "GatheredHead", "ModelShard", "PartialLinear"]
 
@@ -145,11 +156,12 @@ class ModelShard:
             BackendError: the model has no plan, or none that gives every rank its K/V heads, or something that is to be
                 cut does not come in equal parts.
         """
-        if STATE in layer_windows(model.config):
+        if STATE in layer_windows(model.config) and model.config.model_type not in PLANS:
             raise BackendError(
                 "MODEL_NOT_SUPPORTED",
-                "expected a model without layers that keep a state for --tensor-parallel-size, got"
-                f" {model.config.model_type}; leave the flag out",
+                "expected a model without layers that keep a state for --tensor-parallel-size, or one of"
+                f" {', '.join(PLANS)}, got {model.config.model_type}, whose plan in transformers leaves such layers"
+                " whole; leave the flag out",
                 model_type=model.config.model_type,
             )
         if any(getattr(model.config.get_text_config(decoder=True), "activation_sparsity_pattern", None) or ()):
@@ -162,15 +174,14 @@ class ModelShard:
             )
         self._require_heads(model)
         head, num_cut = model.get_output_embeddings(), 0
-        for name, parent, place, linear, style in list(_planned(model)):
-            if linear is head:
-                setattr(parent, place, self._cut_head(linear))
-            elif style == _BY_OUTPUT:
-                setattr(parent, place, self._cut_outputs(name, linear))
-                self.cuts[name] = LayerCut(by_outputs=True, number=linear.out_features)
+        for name, parent, place, module, style in list(_planned(model)):
+            if style == MIXER:
+                self._take_mixer(name, module)
+            elif module is head:
+                setattr(parent, place, self._cut_head(head))
             else:
-                setattr(parent, place, self._cut_inputs(name, linear))
-                self.cuts[name] = LayerCut(by_outputs=False, number=linear.in_features)
+                assert isinstance(module, nn.Linear)
+                setattr(parent, place, self._cut(name, module, style))
             num_cut += 1
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # a view of a mapped file keeps all of the file resident
@@ -228,23 +239,38 @@ class ModelShard:
                 num_attention_heads=num_heads,
             )
 
-    def _cut_outputs(self, name: str, linear: nn.Linear) -> nn.Linear:
+    def _cut(self, name: str, linear: nn.Linear, style: str) -> nn.Module:
+        if style == _BY_INPUT:
+            return self._cut_inputs(name, linear)
+        if style == HALVES:
+            return self._cut_outputs(name, linear, cut_of_halves(name, linear, self.size))
         self._require_even(name, "outputs", linear.out_features)
-        return self._rows(linear)
+        return self._cut_outputs(name, linear, LayerCut.evenly(linear.out_features, by_outputs=True))
+
+    def _cut_outputs(self, name: str, linear: nn.Linear, cut: LayerCut) -> nn.Linear:
+        self.cuts[name] = cut
+        return self._rows(linear, cut)
 
     def _cut_inputs(self, name: str, linear: nn.Linear) -> PartialLinear:
         self._require_even(name, "inputs", linear.in_features)
-        part = part_range(linear.in_features, self._exchange.rank, self._exchange.size)
-        cut = _linear(linear.weight[:, part.start : part.stop], None)
-        return PartialLinear(cut, linear.bias, self._exchange)
+        cut = self.cuts[name] = LayerCut.evenly(linear.in_features, by_outputs=False)
+        part = _linear(cut.take(linear.weight, 1, self.rank, self.size), None)
+        return PartialLinear(part, linear.bias, self._exchange)
 
     def _cut_head(self, linear: nn.Linear) -> GatheredHead:
-        return GatheredHead(self._rows(linear), linear.out_features, self._exchange)
+        rows = self._rows(linear, LayerCut.evenly(linear.out_features, by_outputs=True))
+        return GatheredHead(rows, linear.out_features, self._exchange)
 
-    def _rows(self, linear: nn.Linear) -> nn.Linear:
-        part = part_range(linear.out_features, self._exchange.rank, self._exchange.size)
-        bias = None if linear.bias is None else linear.bias[part.start : part.stop]
-        return _linear(linear.weight[part.start : part.stop], bias)
+    def _take_mixer(self, name: str, mixer: nn.Module) -> None:
+        """Cut a module that keeps a state, in place."""
+        projected, channels = mixer_cuts(name, mixer, self.size)
+        mixer.in_proj = self._cut_outputs(f"{name}.in_proj", mixer.in_proj, projected)  # type: ignore[arg-type]
+        mixer.out_proj = self._cut_inputs(f"{name}.out_proj", mixer.out_proj)  # type: ignore[arg-type]
+        take_mixer(mixer, channels, self._exchange)
+
+    def _rows(self, linear: nn.Linear, cut: LayerCut) -> nn.Linear:
+        bias = None if linear.bias is None else cut.take(linear.bias, 0, self.rank, self.size)
+        return _linear(cut.take(linear.weight, 0, self.rank, self.size), bias)
 
     def _require_even(self, name: str, what: str, number: int) -> None:
         if number % self._exchange.size:
@@ -257,13 +283,13 @@ class ModelShard:
             )
 
 
-def _planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str, nn.Linear, str]]:
-    """The layers that are cut: full name, parent, name in the parent, layer, style.
+def _planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str, nn.Module, str]]:
+    """The layers that are cut: full name, parent, name in the parent, layer, style; a mixer is cut as a whole.
 
     Raises:
         BackendError: there is no plan, or it asks for what is not done here.
     """
-    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+    plan = PLANS.get(model.config.model_type) or getattr(model, "tp_plan", None) or {}
     rules = [(_matcher(pattern), style) for pattern, style in plan.items()]
     if _BY_INPUT not in plan.values():
         raise _not_supported(model, "a tensor-parallel plan in transformers", "none")
@@ -277,7 +303,8 @@ def _planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str, nn.L
         if style in _LEFT_WHOLE and module is not head:
             continue
         parent, _, place = name.rpartition(".")
-        if type(module) is not nn.Linear or not (style in (_BY_OUTPUT, _BY_INPUT) or module is head):
+        is_known = style in (_BY_OUTPUT, _BY_INPUT, HALVES) or module is head
+        if module is None or not (style == MIXER or (type(module) is nn.Linear and is_known)):
             raise _not_supported(model, "a plan of linear layers, colwise or rowwise", f"{style} for {name}")
         yield name, modules[parent], place, module, style
 

@@ -47,6 +47,15 @@ def save_adapter(folder: Path, model: Path, seed: int, **settings: object) -> Pa
     return folder
 
 
+@torch.inference_mode()
+def peft_logits(model: Path, adapter: Path | None, tokens: Sequence[int]) -> torch.Tensor:
+    """Logits after the last of these tokens, by peft's own forward pass, or transformers'. Shape: (V,)."""
+    base = _base(model)
+    with _peft_of_today():
+        runs = base if adapter is None else PeftModel.from_pretrained(base, adapter).eval()
+    return runs(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]  # type: ignore[no-any-return]
+
+
 def peft_tokens(model: Path, adapter: Path | None, prompt: Sequence[int], count: int) -> list[int]:
     """Greedy tokens of peft's own generate, eager attention, no early end; without an adapter transformers'."""
     base = _base(model)

@@ -151,9 +151,9 @@ def test_parts_of_an_adapter_add_up_to_it(size: int) -> None:
     whole = LoraMatrices(torch.randn(2, 12), torch.randn(7, 2), 0.5)
     states = torch.randn(5, 12)
     expected = states @ whole.a.T @ whole.b.T
-    by_outputs = [part_of(whole, LayerCut(by_outputs=True, number=7), rank, size) for rank in range(size)]
+    by_outputs = [part_of(whole, LayerCut.evenly(7, by_outputs=True), rank, size) for rank in range(size)]
     torch.testing.assert_close(torch.cat([states @ one.a.T @ one.b.T for one in by_outputs], dim=-1), expected)
-    by_inputs = [part_of(whole, LayerCut(by_outputs=False, number=12), rank, size) for rank in range(size)]
+    by_inputs = [part_of(whole, LayerCut.evenly(12, by_outputs=False), rank, size) for rank in range(size)]
     shares = states.chunk(size, dim=-1)
     sums = [share @ one.a.T @ one.b.T for share, one in zip(shares, by_inputs, strict=True)]
     torch.testing.assert_close(torch.stack(sums).sum(dim=0), expected)
