@@ -20,6 +20,7 @@ from kvplane_client import AsyncClient, Completion
 
 from tests.e2e.cluster import ServiceProcess, eventually, executor_address, settled
 from tests.e2e.model_cluster import ModelCluster, model_cluster, wait_patiently
+from tests.unit.executor.lora_builder import peft_tokens, save_adapter
 from tests.unit.executor.step_builder import prompt_of, reference_tokens, save_tiny_model
 
 pytestmark = pytest.mark.timeout(1800)
@@ -37,7 +38,7 @@ class Ranks:
 
     def __init__(self, cluster: ModelCluster, folder: Path) -> None:
         self.cluster = cluster
-        self._folder = folder
+        self.folder = folder
         self._expected: dict[tuple[int, ...], list[int]] = {}
         self._active = 0
 
@@ -50,12 +51,13 @@ class Ranks:
     def start(self) -> ServiceProcess:
         """Start one, as what keeps executors running does, and wait until it serves."""
         process = self.cluster.start_model_executor(
-            self._folder,
+            self.folder,
             tensor_parallel_size=2,
             tensor_parallel_timeout_s=TIMEOUT_S,
             num_blocks_override=FEW_BLOCKS,
             memory_limit="4GiB",
             swap_space="16MiB",
+            max_loras=1,
         )
         self._active += 1
         wait_patiently(self.cluster.manager, "executor_active", process, count=self._active)
@@ -69,7 +71,7 @@ class Ranks:
     def expected(self, prompt: list[int]) -> list[int]:
         """What transformers makes of a prompt."""
         if tuple(prompt) not in self._expected:
-            self._expected[tuple(prompt)] = reference_tokens(self._folder, prompt, NEW_TOKENS)
+            self._expected[tuple(prompt)] = reference_tokens(self.folder, prompt, NEW_TOKENS)
         return self._expected[tuple(prompt)]
 
     def check(self, completions: list[Completion]) -> None:
@@ -143,6 +145,35 @@ async def test_get_model_info_two_ranks_are_one_executor_with_whole_blocks(ranks
     assert {profile["total_bytes"] for profile in profiles} == {2 << 30}
 
 
+async def test_adapter_on_two_ranks_gives_pefts_tokens_and_is_there_again_after_a_loss(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    source = save_adapter(tmp_path / "adapter", ranks.folder, 1)
+    prompt = PROMPTS[3]
+    expected = peft_tokens(ranks.folder, source, prompt, NEW_TOKENS)
+    assert expected != ranks.expected(prompt)
+    executor = ranks.executor()
+    async with ranks.cluster.client() as client:
+
+        async def check() -> None:
+            """Beside each other, with the adapter and without."""
+            got = await asyncio.gather(
+                *(
+                    client.generate(prompt, temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, adapter=adapter)
+                    for adapter in ("a", None)
+                )
+            )
+            assert [list(one.token_ids) for one in got] == [expected, ranks.expected(prompt)]
+
+        await client.load_adapter("a", str(source))
+        await check()
+        ranks.worker(executor).kill()
+        assert await executor.exit_status() == 1
+        await asyncio.to_thread(ranks.start)
+        await check()
+        await client.unload_adapter("a")
+
+
 async def test_worker_killed_streams_go_on_when_the_executor_is_started_anew(ranks: Ranks) -> None:
     executor = ranks.executor()
     async with streaming(ranks):
@@ -187,7 +218,7 @@ async def test_sigterm_to_all_ranks_ends_them_with_status_0(ranks: Ranks) -> Non
 
 
 async def test_sigterm_while_ranks_load_leaves_no_process(ranks: Ranks) -> None:
-    executor = ranks.cluster.start_model_executor(ranks._folder, tensor_parallel_size=2, memory_limit="4GiB")
+    executor = ranks.cluster.start_model_executor(ranks.folder, tensor_parallel_size=2, memory_limit="4GiB")
     worker = ranks.worker(executor)
     worker.terminate()
     executor.signal(signal.SIGTERM)
