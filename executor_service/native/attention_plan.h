@@ -11,7 +11,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -74,7 +73,6 @@ struct Plan {
     std::vector<int32_t> order;   // rows
     std::vector<int64_t> common;  // keys that this row of the order and the one after it share, in whole tiles
     std::vector<Part> parts;
-    size_t vectors = 0;  // query vectors of a part, of all its heads, at most
 };
 
 // Rows of one token, put side by side where their tables begin alike, and what each shares with the one after it. Only
@@ -113,10 +111,7 @@ inline Plan plan_of(const Rows& rows, int64_t num_rows, int64_t kv_heads, int64_
     const auto add = [&](int64_t from, int64_t to, int64_t first, int64_t last) {
         const int64_t queries = (to - from) * (last - first) * share;
         const int64_t fit = few ? 1 : last - first == 1 ? kv_heads : std::max<int64_t>(1, MOST_QUERIES / queries);
-        for (int64_t head = 0; head < kv_heads; head += fit) {
-            plan.parts.push_back({from, to, first, last, head, std::min(fit, kv_heads - head)});
-            plan.vectors = std::max(plan.vectors, size_t(queries * plan.parts.back().heads));
-        }
+        for (int64_t head = 0; head < kv_heads; head += fit) plan.parts.push_back({from, to, first, last, head, std::min(fit, kv_heads - head)});
     };
     for (int64_t row = num_rows - 1; row >= 0; row--) {
         const int64_t length = rows.length(row), from = int64_t(plan.order.size());
