@@ -26,6 +26,11 @@ def is_current(request: Request, incarnation: int) -> bool:
     return request.status is RequestStatus.RUNNING and request.incarnation == incarnation
 
 
+def takes_samples(request: Request, incarnation: int) -> bool:
+    """Whether what is sampled for a life of a request is the request's: it lives it still, or awaits its samples."""
+    return is_current(request, incarnation) or request.awaited_incarnation == incarnation
+
+
 def fork_followers(plan: StepPlan, kv: KVCache, book: RequestBook) -> None:
     """The rows that sample their request's first token do so for its followers, too: these run from here."""
     for index, row in enumerate(plan.rows):

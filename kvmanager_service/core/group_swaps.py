@@ -2,9 +2,10 @@
 
 Station: made by `KVCacheCoordinator`, which `SwapSpace` asks. It is to swapping what `group_hits` is to hits.
 
-A request that is to go on at position n needs what the token at n reads: of full attention all blocks, of a window its
-tail, of a state the newest. Those are copied, in order of depth over all groups; what is before a window is null when
-the request leaves and null when it is back. Host blocks are of no group: a block is the same bytes for each.
+A request goes on where it stood, so it needs what its next token reads: of full attention all blocks, of a window its
+tail, of a state the newest. All of that is in its tables. Those blocks are copied, in order of depth over all groups;
+what is before a window is null when the request leaves and null when it is back. Host blocks are of no group: a block
+is the same bytes for each.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class GroupSwaps:
     Args:
         pool: where the blocks are.
         groups: as in the coordinator.
-        hits: what finds blocks that a window has left.
+        hits: says which entries a token reads.
     """
 
     __slots__ = ("_groups", "_hits", "_pool")
@@ -54,19 +55,12 @@ class GroupSwaps:
             shared += self._groups[group_index].block_size
         return shared
 
-    def detach(self, request: Request, num_tokens: int) -> list[KVCacheBlock] | None:
-        """Take a request's tables, but hold what its token at num_tokens reads.
-
-        Returns:
-            The blocks of `GroupHits.entries`, None when one of them is not there any more; then nothing has changed.
-        """
-        found = self.blocks_read_at(request, num_tokens)
-        if found is None:
-            return None
-        from_cache = [block for block, is_held in found if not is_held]
-        self._pool.touch(from_cache)
-        kept = [block for block, _ in found]
-        give_back_tables(self._pool, request, self._groups, kept=set(kept).difference(from_cache))
+    def detach(self, request: Request) -> list[KVCacheBlock]:
+        """Take a request's tables, but hold what its next token reads. Returns the blocks of `GroupHits.entries`."""
+        tables = request.tables
+        entries = self._hits.entries(request.num_computed_tokens)
+        kept = [tables[group_index].blocks[index] for group_index, index in entries]
+        give_back_tables(self._pool, request, self._groups, kept=set(kept))
         request.tables = []
         return kept
 
@@ -76,39 +70,6 @@ class GroupSwaps:
         if self._pool.history is not None:
             for (group_index, _), block in zip(entries, blocks, strict=True):
                 self._pool.history.note_table(request.request_id, group_index, (block,), BlockMoment.FREED)
-
-    def blocks_read_at(self, request: Request, num_tokens: int) -> list[tuple[KVCacheBlock, bool]] | None:
-        """What a running request needs to go on at position num_tokens, which may be before what it has computed.
-
-        Its windows may have moved beyond that, for tokens that are not known yet. What they have left was full, so it
-        is in the cache as long as nobody has taken it.
-
-        Returns:
-            For each of `GroupHits.entries` its block and whether the request's table has it; None when one of them is
-            gone, or is a state that has moved on. Nothing is referenced yet.
-        """
-        num_computed = request.num_computed_tokens
-        if not all(group.can_fork(num_tokens, num_computed) for group in self._groups):
-            return None
-        found: list[tuple[KVCacheBlock, bool]] = []
-        for group_index, index in self._hits.entries(num_tokens):
-            table = request.tables[group_index]
-            if index >= table.first:
-                found.append((table.blocks[index], True))
-                continue
-            left = self._left_block(request, group_index, index)
-            if left is None:
-                return None
-            found.append((left, False))
-        return found
-
-    def _left_block(self, request: Request, group_index: int, index: int) -> KVCacheBlock | None:
-        """The cached block of an entry that the request's table had."""
-        stop = (index + 1) * self._groups[group_index].block_size
-        prefixes = request.contents
-        if stop > len(prefixes) * self._hits.prefix_size or prefixes[-1].block is None:
-            return None
-        return self._hits.cached_block(request, group_index, index)
 
     def blocks_to_fill(self, request: Request, num_tokens: int) -> list[tuple[int, KVCacheBlock]]:
         """What a request admitted to go on at num_tokens lacks: places in `GroupHits.entries`, and its blocks there.

@@ -286,14 +286,14 @@ class KVCacheCoordinator:
         """Tokens of its prefix that others reference, too; see `GroupSwaps.num_shared_tokens`."""
         return self._swaps.num_shared_tokens(request)
 
-    def detach(self, request: Request, num_tokens: int) -> list[KVCacheBlock] | None:
-        """Take the tables from a request that is about to be freed; what its token at num_tokens reads stays held.
+    def detach(self, request: Request) -> list[KVCacheBlock]:
+        """Take the tables from a request that is about to be freed; what its next token reads stays held.
 
         Returns:
-            The blocks of `entries`; `give_back_detached` takes them when they are not needed any more. None when one of
-            them is not there any more, see `GroupSwaps`; then nothing has changed.
+            The blocks of `entries` of all that it has computed; `give_back_detached` takes them when they are not
+            needed any more.
         """
-        return self._swaps.detach(request, num_tokens)
+        return self._swaps.detach(request)
 
     def give_back_detached(self, request: Request, entries: Sequence[TableEntry], blocks: list[KVCacheBlock]) -> None:
         """Take back what `detach` returned, given the entries it was of."""

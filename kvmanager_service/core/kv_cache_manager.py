@@ -314,14 +314,14 @@ class KVCacheManager:
             shared += self.block_size
         return shared
 
-    def detach(self, request: Request, num_tokens: int) -> list[KVCacheBlock] | None:
-        """Take the table from a request that is about to be freed; what its token at num_tokens reads stays held.
+    def detach(self, request: Request) -> list[KVCacheBlock]:
+        """Take the table from a request that is about to be freed; what its next token reads stays held.
 
         Returns:
-            The blocks of `entries`; `give_back_detached` takes them when they are not needed any more. Never None:
-            that is of several KV groups.
+            The blocks of `entries` of all that it has computed; `give_back_detached` takes them when they are not
+            needed any more.
         """
-        num_blocks = self.num_blocks_for(num_tokens)
+        num_blocks = self.num_blocks_for(request.num_computed_tokens)
         blocks = request.blocks[:num_blocks]
         self.give_back(request, request.blocks[num_blocks:], num_blocks)
         request.blocks = []

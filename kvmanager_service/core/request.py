@@ -213,6 +213,8 @@ class Request:
         is_cacheable: False once a hash collision kept a block out of the cache; its successors have no verified parent.
         may_share_tail: it was forked since it last wrote: the block that its next token goes to may be another's, too.
         incarnation: grows at each preemption, so that a late result of an earlier life is told apart.
+        awaited_incarnation: the life before this one, when a step that is out samples for that and the token is still
+            the request's: all that it had computed is on its way to the host. Otherwise -1.
         last_step_id: the newest step that has a row of this request.
         last_sample_index: where that step samples this request's token, or -1.
         failed_steps: steps that failed with this request in them since it last came as far as the newest of them.
@@ -222,13 +224,15 @@ class Request:
         leader: whose follower it is, until it is forked.
 
     Invariants:
-        num_computed_tokens <= num_tokens + num_pending_tokens; only tokens up to num_tokens can be hashed;
+        num_computed_tokens <= num_tokens + num_pending_tokens, of which a request that waits has none unless it awaits
+        samples of its life before; only tokens up to num_tokens can be hashed;
         a request that is not RUNNING has no blocks, but for a new fork that waits (`ForkHolds`).
     """
 
     __slots__ = (
         "arrival_seq",
         "arrival_time",
+        "awaited_incarnation",
         "block_hashes",
         "block_id_bytes",
         "block_tokens",
@@ -313,6 +317,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.was_admitted = False
         self.incarnation = 0
+        self.awaited_incarnation = -1
         self.num_preemptions = 0
         self.last_step_id = 0
         self.last_sample_index = -1

@@ -215,10 +215,18 @@ class RequestBook:
             request.num_cached_tokens = family.num_cached_tokens
         return num_found
 
-    def preempt(self, request: Request) -> None:
-        """A running request waits again, in a new incarnation; what is being sampled for it is not for it any more."""
+    def preempt(self, request: Request, *, keeps_samples: bool = False) -> None:
+        """A running request waits again, in a new incarnation.
+
+        Args:
+            request: which.
+            keeps_samples: whether what is being sampled for it is for it all the same.
+        """
         request.status = RequestStatus.PREEMPTED
-        request.num_pending_tokens = 0
+        if keeps_samples:
+            request.awaited_incarnation = request.incarnation
+        else:
+            request.num_pending_tokens = 0
         request.last_sample_index = -1
         request.incarnation += 1
         request.num_preemptions += 1

@@ -102,11 +102,15 @@ class Residency:
         self.forks.discard(fork)
         self.kv.free(fork)
 
-    def leave(self, request: Request, plan: StepPlan | None) -> None:
-        """Take a running request's blocks; `plan`, where there is one, may order copies of them to the host."""
-        if self.swap_space is not None:
-            self.swap_space.leave(request, plan)
+    def leave(self, request: Request, plan: StepPlan | None) -> bool:
+        """Take a running request's blocks; `plan`, where there is one, may order copies of them to the host.
+
+        Returns:
+            Whether it takes what is being sampled for it, see `SwapSpace.leave`.
+        """
+        keeps_samples = self.swap_space is not None and self.swap_space.leave(request, plan)
         self.kv.free(request)
+        return keeps_samples
 
     def end(self, request: Request) -> None:
         """A request has ended, wherever it stood."""

@@ -309,8 +309,8 @@ class Scheduler:
 
     def _preempt(self, request: Request, plan: StepPlan | None = None) -> None:
         """Take a running request's blocks; it recomputes what neither the prefix cache nor the host gives back."""
-        self.residency.leave(request, plan)
-        self.book.preempt(request)
+        keeps_samples = self.residency.leave(request, plan)
+        self.book.preempt(request, keeps_samples=keeps_samples)
 
     # --- a step comes back ----------------------------------------------------------------------------------------
 
@@ -334,7 +334,8 @@ class Scheduler:
         is_metered = self.waiting.is_metered
         for index, row in enumerate(step.rows):
             request = row.request
-            if request.status is not _RUNNING or request.incarnation != row.incarnation:
+            is_current = request.status is _RUNNING and request.incarnation == row.incarnation
+            if not is_current and not branches.takes_samples(request, row.incarnation):
                 continue  # it ended or was preempted while the step was out
             error = result.errors.get(index)
             if error is not None:
@@ -348,7 +349,7 @@ class Scheduler:
                     self.waiting.charge_token(request)
                 self._append(request, token_bytes[sample * TOKEN_BYTES : (sample + 1) * TOKEN_BYTES], sample, result)
         for branch in step.branches:
-            if branches.is_current(branch.request, branch.incarnation):
+            if branches.takes_samples(branch.request, branch.incarnation):
                 self._take_branch(branch, result)
 
     def _take_branch(self, branch: Branch, result: StepResult) -> None:
@@ -465,14 +466,14 @@ class Scheduler:
         assert self.kv is self.residency.kv
         self.residency.check_integrity(self.running.values(), self.outstanding)
         self.book.check_integrity(self.residency.forks)
-        for request in self.running.values():
+        for request in self.requests.values():
             assert request.num_computed_tokens <= request.num_tokens + request.num_pending_tokens, f"{request!r}"
             pending = sum(
-                row.request is request and row.incarnation == request.incarnation and row.sample_index >= 0
+                row.request is request and branches.takes_samples(request, row.incarnation) and row.sample_index >= 0
                 for step in self.outstanding
                 for row in step.rows
             ) + sum(
-                branch.request is request and branch.incarnation == request.incarnation
+                branch.request is request and branches.takes_samples(request, branch.incarnation)
                 for step in self.outstanding
                 for branch in step.branches
             )

@@ -12,13 +12,15 @@ Life of a copy, by what its request does:
                                                     or the step was lost
 
 * LEAVING: a step that is out copies the blocks to the host. Nobody else gets them before it is acknowledged, and the
-  request is not admitted. Is the step lost, the copy is void and the request computes again.
+  request is not admitted; but it takes what steps before sample for it. Is the step lost, the copy is void and the
+  request computes again.
 * HELD: the request waits, and holds host blocks only.
 * RETURNING: it runs; a step that is out copies its blocks back, so the host's are kept until it is acknowledged.
 * DROPPED: nobody wants the copy any more, but a step that is out may still write or read the host blocks.
 
-What is copied is what the next token reads of what steps before have computed, as far as tokens are known: a token that
-was being sampled is dropped, and the one before it computed again, as after any preemption.
+What is copied is what the next token reads of what steps before have computed. That token may be being sampled; it is
+known when the copy is acknowledged, since steps come back in order. To drop it, as recomputation does, would be to go
+on from the token before: of a recurrent state what that reads is gone, and a window may have left it.
 """
 
 from __future__ import annotations
@@ -167,7 +169,7 @@ class SwapSpace:
 
     # --- a request leaves -----------------------------------------------------------------------------------------
 
-    def leave(self, request: Request, plan: StepPlan | None) -> None:
+    def leave(self, request: Request, plan: StepPlan | None) -> bool:
         """A running request is being preempted: keep its computed blocks, if that can be and is worth it.
 
         Called before its table is freed; the blocks that are kept are taken out of it.
@@ -176,29 +178,30 @@ class SwapSpace:
             request: still with its table.
             plan: the step being decided, None when none is: then nothing can be copied, and only a request on its
                 return goes back to what the host still holds.
+
+        Returns:
+            Whether the request takes what is being sampled for it: so it does as long as the copy is LEAVING.
         """
         copy = self._copies.get(request.arrival_seq)
         if copy is not None:
             assert copy.phase is CopyPhase.RETURNING
             copy.phase = CopyPhase.HELD
-            return
-        # One known token is left to compute, for without it nothing could be sampled.
-        num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+            return False
+        num_tokens = request.num_computed_tokens
         if plan is None or num_tokens <= 0:
-            return
+            return False
         num_shared = self._kv.num_shared_tokens(request)
-        self._victims[request.arrival_seq] = _Victim(request, num_tokens, num_shared)
+        num_known = min(num_tokens, request.num_tokens - 1)  # without the copy one is always computed again
+        self._victims[request.arrival_seq] = _Victim(request, num_known, num_shared)
         entries = self._kv.entries(num_tokens)
         num_blocks = len(entries)
         if not 0 < num_blocks <= len(self._free_host_ids):
-            return
+            return False
         if not self._policy.prefers_swap(num_tokens - num_shared, num_blocks):
-            return
+            return False
         root = request.contents[0] if request.contents else None
         newest_prefix = request.contents[-1] if request.tables and request.contents else None
-        blocks = self._kv.detach(request, num_tokens)
-        if blocks is None:
-            return
+        blocks = self._kv.detach(request)
         for block in blocks:
             count = self._leaving[block] = self._leaving.get(block, 0) + 1
             self._num_coming_free += block.ref_cnt == count  # it was not before: the table's was one more
@@ -219,6 +222,7 @@ class SwapSpace:
         self._copies[request.arrival_seq] = copy
         self._under_way.setdefault(plan.step_id, []).append(copy)
         self._stats.swapped_out += 1
+        return request.num_pending_tokens > 0
 
     def will_have_room(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         """Whether blocks on their way to the host will make room for a running request's next tokens.
@@ -296,6 +300,7 @@ class SwapSpace:
             copy.step_id = 0
             if copy.phase is CopyPhase.LEAVING:
                 copy.phase = CopyPhase.HELD
+                copy.request.awaited_incarnation = -1  # it has them
                 self._give_back_blocks(copy)
             elif copy.phase is CopyPhase.RETURNING:
                 self.forget(copy.request)
@@ -346,13 +351,17 @@ class SwapSpace:
         """A request has ended, or can not use its copy, if it has one: give back all that the copy holds.
 
         Device blocks that are being copied are free at once, for nobody reads the copy. Host blocks are not: a later
-        copy to them must not overtake the one that is out.
+        copy to them must not overtake the one that is out. What is being sampled for a request that was leaving is not
+        for it any more, as after any preemption: it may be admitted before that is known.
         """
         self._victims.pop(request.arrival_seq, None)
         copy = self._copies.pop(request.arrival_seq, None)
         if copy is None:
             return
         request.num_swapped_tokens = 0
+        if request.awaited_incarnation >= 0:
+            request.awaited_incarnation = -1
+            request.num_pending_tokens = 0
         self._give_back_blocks(copy)
         copy.phase = CopyPhase.DROPPED
         if not copy.step_id:
@@ -414,9 +423,10 @@ class SwapSpace:
         assert copy.entries == self._kv.entries(copy.num_tokens), f"{copy!r} is of other entries"
         assert len(copy.host_ids) == len(copy.entries), f"{copy!r} has too many or too few"
         assert request.num_swapped_tokens == copy.num_tokens, f"{request!r} knows of another copy than {copy!r}"
-        assert 0 < copy.num_tokens < request.num_tokens, f"{copy!r} leaves {request!r} nothing to compute"
+        is_leaving = copy.phase is CopyPhase.LEAVING
+        num_known = request.num_tokens + (request.num_pending_tokens if is_leaving else 0)
+        assert 0 < copy.num_tokens < num_known, f"{copy!r} leaves {request!r} nothing to compute"
         status = RequestStatus.RUNNING if copy.phase is CopyPhase.RETURNING else RequestStatus.PREEMPTED
         assert request.status is status, f"{copy!r} is of {request!r}"
-        is_leaving = copy.phase is CopyPhase.LEAVING
         assert len(copy.blocks) == (len(copy.host_ids) if is_leaving else 0), f"{copy!r} holds {copy.blocks}"
         assert copy.step_id or copy.phase is CopyPhase.HELD, f"{copy!r} waits for nothing"

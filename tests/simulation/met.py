@@ -175,6 +175,9 @@ STATES: Final[Mapping[str, State]] = {
         _is_running(scheduler, request, story) and _has_row(scheduler, request, of_this_life=False)
     ),
     "swapping out": lambda scheduler, request, story: _copy_phase(scheduler, request) is CopyPhase.LEAVING,
+    "swapping out, its next token being sampled": lambda scheduler, request, story: (
+        _copy_phase(scheduler, request) is CopyPhase.LEAVING and request.num_pending_tokens > 0
+    ),
     "on the host": lambda scheduler, request, story: _copy_phase(scheduler, request) is CopyPhase.HELD,
     "swapping in": lambda scheduler, request, story: _copy_phase(scheduler, request) is CopyPhase.RETURNING,
     "computing again after a preemption": lambda scheduler, request, story: (
@@ -203,6 +206,7 @@ SELDOM: Final = frozenset(
         "suspect, to compute alone",
         "swapping in",
         "swapping out",
+        "swapping out, its next token being sampled",
         "waiting fork that holds blocks",
     }
 )

@@ -352,17 +352,28 @@ def swapped_request_has_computed_one_token_more(patch: pytest.MonkeyPatch) -> No
     patch.setattr(SwapSpace, "_check_copy", lambda self, copy: None)
 
 
-def swapped_request_computes_nothing_again(patch: pytest.MonkeyPatch) -> None:
-    """Its last known token was an input already: why compute it once more?"""
-    original = SwapSpace.leave
+def swapped_request_loses_the_token_under_way(patch: pytest.MonkeyPatch) -> None:
+    """Then it has computed all that is known of it, and nothing is left to compute."""
+    original = RequestBook.preempt
 
-    def leave(self: SwapSpace, request: Request, plan: StepPlan | None) -> None:
-        request.num_tokens += 1
-        original(self, request, plan)
-        request.num_tokens -= 1
+    def preempt(self: RequestBook, request: Request, *, keeps_samples: bool = False) -> None:
+        original(self, request)
 
-    patch.setattr(SwapSpace, "leave", leave)
+    patch.setattr(RequestBook, "preempt", preempt)
     patch.setattr(SwapSpace, "_check_copy", lambda self, copy: None)
+
+
+def token_under_way_outlives_the_copy(patch: pytest.MonkeyPatch) -> None:
+    """The request may be admitted before it comes, and samples it, too."""
+    original = SwapSpace.forget
+
+    def forget(self: SwapSpace, request: Request) -> None:
+        awaited, pending = request.awaited_incarnation, request.num_pending_tokens
+        original(self, request)
+        if awaited >= 0:
+            request.awaited_incarnation, request.num_pending_tokens = awaited, pending
+
+    patch.setattr(SwapSpace, "forget", forget)
 
 
 def last_block_is_not_copied(patch: pytest.MonkeyPatch) -> None:
@@ -583,7 +594,8 @@ SWAP_MUTATIONS: list[Mutation] = [
     leaving_blocks_are_free_at_once,
     host_blocks_are_free_before_they_are_read,
     swapped_request_has_computed_one_token_more,
-    swapped_request_computes_nothing_again,
+    swapped_request_loses_the_token_under_way,
+    token_under_way_outlives_the_copy,
     last_block_is_not_copied,
     lost_copies_are_held,
     host_memory_outlives_its_executor,

@@ -27,7 +27,9 @@ from kvmanager_service.core.request_queue import FCFSQueue, PriorityQueue
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import ScheduledRow, StepResult
+from kvmanager_service.core.step_plan import StepPlan
 from kvmanager_service.core.suspects import Suspects
+from kvmanager_service.core.swap_space import SwapSpace
 from tests.simulation.broken import MAX_SEEDS, Mutation, require_notice
 from tests.simulation.harness import VOCAB_SIZE, World
 from tests.simulation.life import MODELS, Life
@@ -219,15 +221,15 @@ def what_comes_back_goes_to_another_group(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_state_that_has_moved_on_is_swapped(patch: pytest.MonkeyPatch) -> None:
-    """Its newest block is copied, whatever position the request is to go on from."""
+    """The token under way is dropped, as recomputation does, and the one before it computed again, from a later state."""
+    original = SwapSpace.leave
 
-    def blocks_read_at(self: GroupSwaps, request: Request, num_tokens: int) -> list[tuple[KVCacheBlock, bool]]:
-        return [
-            (request.tables[group_index].blocks[max(index, request.tables[group_index].first)], True)
-            for group_index, index in self._hits.entries(num_tokens)
-        ]
+    def leave(self: SwapSpace, request: Request, plan: StepPlan | None) -> bool:
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        original(self, request, plan)
+        return False
 
-    patch.setattr(GroupSwaps, "blocks_read_at", blocks_read_at)
+    patch.setattr(SwapSpace, "leave", leave)
 
 
 def pins_of_groups_take_what_is_yet_to_be_filled(patch: pytest.MonkeyPatch) -> None:
@@ -286,8 +288,8 @@ MUTATIONS: Sequence[tuple[Mutation, Lives, int]] = [
     (whoever_was_away_has_credit, fair, 1),
     (newest_first_is_admitted, fcfs, 1),
     (preempted_goes_to_the_back, crowded_fcfs, 1),
-    (preempted_goes_before_all, crowded_fcfs, 1),
-    (preempted_goes_before_all, crowded_fair, 1),
+    (preempted_goes_before_all, crowded_fcfs, 11),
+    (preempted_goes_before_all, crowded_fair, 11),
     (newest_of_a_tenant_first_is_admitted, fair, 1),
     (preempted_goes_behind_its_tenants_others, crowded_fair, 1),
     (newest_of_a_priority_first_is_admitted, priority, 1),

@@ -109,10 +109,9 @@ def windows_come_back_without_their_tails(patch: pytest.MonkeyPatch) -> None:
 def what_leaves_is_given_away_at_once(patch: pytest.MonkeyPatch) -> None:
     original = KVCacheCoordinator.detach
 
-    def detach(self: KVCacheCoordinator, request: Request, num_tokens: int) -> list[KVCacheBlock] | None:
-        kept = original(self, request, num_tokens)
-        if kept is not None:
-            self.pool.free_blocks(reversed(kept))
+    def detach(self: KVCacheCoordinator, request: Request) -> list[KVCacheBlock]:
+        kept = original(self, request)
+        self.pool.free_blocks(reversed(kept))
         return kept
 
     patch.setattr(KVCacheCoordinator, "detach", detach)

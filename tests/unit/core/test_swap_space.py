@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from kvmanager_service.core.block import KVCacheBlock
-from kvmanager_service.core.request import FinishReason, Request
+from kvmanager_service.core.request import FinishReason, NewBranch, Request, RequestStatus
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.step import CopyDirection, Step
 from kvmanager_service.core.step_plan import StepPlan
@@ -83,6 +84,18 @@ def return_c(scheduler: Scheduler) -> tuple[Request, Step]:
     scheduler.abort("b")
     step = schedule(scheduler)
     return request, step
+
+
+def leave_c_with_a_sample_out(max_tokens: int = 30) -> tuple[Scheduler, Request, Step, Step]:
+    """A step samples for a, b and c; behind it c gives way for a block that a needs. Returns both steps."""
+    scheduler = make_swapping(max_outstanding=2)
+    for request_id in "abc":
+        scheduler.add_request(make_new(request_id, 8, max_tokens=30 if request_id != "c" else max_tokens))
+    sampling, leaving = schedule(scheduler), schedule(scheduler)
+    request = scheduler.requests["c"]
+    assert request.status is RequestStatus.PREEMPTED
+    assert (request.num_swapped_tokens, request.num_tokens, request.num_pending_tokens) == (8, 8, 1)
+    return scheduler, request, sampling, leaving
 
 
 # --- leaving ----------------------------------------------------------------------------------------------------------
@@ -215,24 +228,6 @@ def test_schedule_host_pool_is_full_the_victim_computes_again() -> None:
     assert rows_of(step) == {"a": (8, 1), "b": (8, 1)}
     acknowledge(scheduler, step)
     assert (request.num_preemptions, scheduler.stats.swapped_out) == (1, 0)
-
-
-def test_schedule_victim_with_a_token_on_its_way_is_held_without_it() -> None:
-    scheduler = make_swapping(max_outstanding=2, enable_caching=False)
-    for request_id, length in (("a", 8), ("b", 8), ("c", 7)):
-        scheduler.add_request(make_new(request_id, length, max_tokens=30))
-    first, second = schedule(scheduler), schedule(scheduler)
-    assert second.copies, "a's ninth token has no slot, though it is not known yet"
-    acknowledge(scheduler, first, tokens=50)
-    outputs = outputs_of(scheduler)
-    assert set(outputs) == {"a", "b"}, "c's token is not for its present life"
-    acknowledge(scheduler, second)
-    scheduler.abort("a")
-    scheduler.abort("b")
-    step = schedule(scheduler)
-    assert rows_of(step) == {"c": (6, 1)}, "its last known token is computed again"
-    acknowledge(scheduler, step, tokens=50)
-    assert outputs_of(scheduler)["c"].token_ids == [50]
 
 
 def test_schedule_victim_with_shared_blocks_copies_them_and_drops_its_references() -> None:
@@ -574,3 +569,71 @@ def test_leave_auto_learns_from_what_victims_found_again(is_evicted: bool) -> No
     while victim.num_preemptions == 1:
         run_timed(scheduler)
     assert scheduler.stats.swapped_out == (2 if is_evicted else 1)
+
+
+# --- what is being sampled for whoever leaves -------------------------------------------------------------------------
+
+
+def test_token_under_way_of_a_request_that_leaves_is_its_own_and_it_goes_on_where_it_stood() -> None:
+    scheduler, request, sampling, leaving = leave_c_with_a_sample_out()
+    acknowledge(scheduler, sampling, tokens={"a": 1, "b": 2, "c": 3})
+    assert (read_int32(request.tokens(8, 9)), request.num_pending_tokens) == ([3], 0)
+    assert outputs_of(scheduler)["c"].token_ids == [3]
+    acknowledge(scheduler, leaving)
+    for request_id in "ab":
+        scheduler.abort(request_id)
+    scheduler.kv.pool.reset_prefix_cache()
+    assert rows_of(schedule(scheduler)) == {"c": (8, 1)}
+
+
+def test_token_under_way_that_is_the_last_ends_a_request_that_leaves() -> None:
+    scheduler, request, sampling, leaving = leave_c_with_a_sample_out(max_tokens=1)
+    acknowledge(scheduler, sampling)
+    assert outputs_of(scheduler)["c"].finish_reason is FinishReason.LENGTH
+    assert request.status is RequestStatus.FINISHED
+    assert scheduler.kv.pool.num_free_blocks == 2
+    acknowledge(scheduler, leaving)
+    assert host_used(scheduler) == 0
+
+
+@pytest.mark.parametrize("what", ["its row", "the step", "the cache", "the copy"])
+def test_token_under_way_is_dropped_with_the_copy(what: str) -> None:
+    """The request may be admitted before the token is known, and then computes it again itself."""
+    scheduler, request, sampling, leaving = leave_c_with_a_sample_out()
+    if what == "its row":
+        acknowledge(scheduler, sampling, failed=[2])
+    elif what == "the step":
+        scheduler.lose_steps()
+    elif what == "the cache":
+        scheduler.replace_cache(make_kv(num_blocks=7, block_size=4), 20)
+    else:
+        acknowledge(scheduler, sampling)
+        scheduler.lose_steps()
+    scheduler.check_integrity()
+    num_known = 9 if what == "the copy" else 8
+    assert (request.num_tokens, request.num_pending_tokens) == (num_known, 0)
+    assert (request.status, request.num_swapped_tokens) == (RequestStatus.PREEMPTED, 0)
+    if what == "its row":
+        acknowledge(scheduler, leaving)
+    for request_id in "ab":
+        scheduler.abort(request_id)
+    scheduler.kv.pool.reset_prefix_cache()
+    assert rows_of(schedule(scheduler)) == {"c": (0, num_known)}
+
+
+def test_token_that_a_leader_samples_for_a_branch_that_leaves_is_the_branchs() -> None:
+    scheduler = make_swapping(num_blocks=6, max_outstanding=2)
+    new = make_new("a", 8, max_tokens=30)
+    scheduler.add_request(dataclasses.replace(new, branches=(NewBranch("a#1", 1), NewBranch("a#2", 2))))
+    taken = scheduler.kv.pool.get_new_blocks(2)
+    sampling, leaving = scheduler.schedule(), scheduler.schedule()
+    assert sampling is not None
+    assert leaving is not None
+    branch = scheduler.requests["a#2"]
+    assert (branch.status, branch.num_pending_tokens) == (RequestStatus.PREEMPTED, 1)
+    scheduler.update(make_result(sampling, [1, 2, 3]))
+    assert outputs_of(scheduler)["a#2"].token_ids == [3]
+    scheduler.update(make_result(leaving))
+    assert (branch.num_tokens, branch.num_swapped_tokens) == (9, 8)
+    scheduler.kv.pool.free_blocks(taken)
+    scheduler.check_integrity()
