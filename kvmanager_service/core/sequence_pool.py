@@ -20,8 +20,9 @@ it.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvmanager_service.core.errors import (
     DuplicateRequestError,
@@ -34,6 +35,7 @@ from kvmanager_service.core.errors import (
 from kvmanager_service.core.extra_keys import LoraAdapter, PromptSpan, SpanKeys, check_extra_keys, check_spans
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import TOKEN_BYTES, NewRequest, Request, StopRules
+from kvmanager_service.core.victims import choose_victims
 
 _NO_TOKENS_TO_COME = StopRules(max_tokens=0)
 
@@ -76,8 +78,9 @@ class BlockShortage:
     Attributes:
         needed_blocks: how many the operation takes.
         free_blocks: how many are free.
-        victim_ids: sequences that should give way, first to last; together they free enough. Empty when none should:
-            the asking one comes last itself, or those behind it do not free enough (the last `MAX_VICTIMS` of them).
+        victim_ids: sequences that should give way, first to last; together they free enough, and without any of them
+            there would be too few. Empty when none should: the asking one comes last itself, or those behind it do not
+            free enough (the last `MAX_VICTIMS` of them).
     """
 
     needed_blocks: int
@@ -382,25 +385,18 @@ class SequencePool:
         return BlockShortage(needed, self.kv.pool.num_free_blocks, self._victims(sequence, needed))
 
     def _victims(self, sequence: Request, needed: int) -> tuple[str, ...]:
-        """Who should give way: sequences that rank behind this one, the last first, until enough blocks come free."""
+        """Who should give way: as few of those that rank behind this one as it takes, the last first."""
         missing = needed - self.kv.pool.num_free_blocks
-        dropped: dict[int, int] = {}
-        victims: list[Request] = []
-        for victim in reversed(self._by_rank):
-            if missing <= 0 or len(victims) == MAX_VICTIMS or _rank(victim) <= _rank(sequence):
-                break
-            victims.append(victim)
-            for block in victim.blocks:
-                dropped[block.block_id] = dropped.get(block.block_id, 0) + 1
-                missing -= dropped[block.block_id] == block.ref_cnt
-        if missing > 0:
-            return ()
-        # Whoever holds nothing but what others keep would give way for nothing.
-        return tuple(
-            victim.request_id
-            for victim in victims
-            if any(dropped[block.block_id] == block.ref_cnt for block in victim.blocks)
-        )
+        victims = choose_victims(self._behind(sequence), self.kv, sequence, missing)
+        return tuple(victim.request_id for victim in victims)
+
+    def _behind(self, sequence: Request) -> Iterator[Request]:
+        """The last `MAX_VICTIMS` of those that rank behind this one, the last first."""
+        rank = _rank(sequence)
+        for other in islice(reversed(self._by_rank), MAX_VICTIMS):
+            if _rank(other) <= rank:
+                return
+            yield other
 
 
 def require_few_spans(num_spans: int) -> None:

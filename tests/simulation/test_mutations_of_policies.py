@@ -221,7 +221,7 @@ def what_comes_back_goes_to_another_group(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_state_that_has_moved_on_is_swapped(patch: pytest.MonkeyPatch) -> None:
-    """The token under way is dropped, as recomputation does, and the one before it computed again, from a later state."""
+    """The token under way is dropped, as recomputation does, and the one before it computed again from its state."""
     original = SwapSpace.leave
 
     def leave(self: SwapSpace, request: Request, plan: StepPlan | None) -> bool:

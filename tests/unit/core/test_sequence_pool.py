@@ -370,7 +370,43 @@ def test_nobody_is_named_when_those_behind_do_not_free_enough() -> None:
     opened(pool, "b", 8)
     opened(pool, "c", 4)
     assert pool.extend("b", tokens(range(8))) == BlockShortage(2, 0, ()), "c alone frees one"
-    assert pool.extend("a", tokens(range(8))) == BlockShortage(2, 0, ("c", "b"))
+    assert pool.extend("a", tokens(range(8))) == BlockShortage(2, 0, ("b",)), "c frees one, and is not needed then"
+
+
+def test_whoever_can_be_spared_is_not_named() -> None:
+    """By the order e, d and c give way before b. With b two of them need not."""
+    pool = make_pool(8)
+    for name, length in (("a", 4), ("b", 12), ("c", 4), ("d", 4), ("e", 4)):
+        opened(pool, name, length)
+    assert pool.extend("a", tokens(range(12))) == BlockShortage(3, 0, ("e", "d", "c"))
+    assert pool.extend("a", tokens(range(13))) == BlockShortage(4, 0, ("e", "b")), "the last are spared first"
+
+
+def test_a_block_shared_with_whoever_asks_needs_no_copy_once_it_is_its_own() -> None:
+    """c has nothing of its own: when it goes a need not copy what both have, and that is all it lacks."""
+    pool = make_pool(5)
+    opened(pool, "a", 6)
+    opened(pool, "b", 8)
+    pool.fork("a", "c")
+    assert pool.extend("a", tokens([1])) == BlockShortage(1, 0, ("c",))
+    pool.close("c")
+    change = pool.extend("a", tokens([1]))
+    assert isinstance(change, TableChange)
+    assert change.copies == ()
+
+
+def test_what_whoever_asks_would_hit_brings_nothing_by_coming_free() -> None:
+    """b and c hold a prefix that is asked for. Whether they go or not it is hit, so it takes more than them."""
+    pool = make_pool(7)
+    opened(pool, "z", 8, priority=2)
+    opened(pool, "b", 12, priority=2)
+    pool.fork("b", "c", priority=2)
+    prefix = range(2_000, 2_012)
+    shortage = pool.open("a", tokens([*prefix, *range(5)]))
+    assert shortage == BlockShortage(2, 1, ("z",))
+    for name in shortage.victim_ids:
+        pool.close(name)
+    assert isinstance(pool.open("a", tokens([*prefix, *range(5)])), TableChange)
 
 
 def test_victims_come_in_order_whatever_was_opened_and_closed() -> None:
