@@ -80,8 +80,8 @@ class GenerateRequest(google.protobuf.message.Message):
     one branches off from, at most 256 characters. The prompt with resume_token_ids begins with the tokens that are known
     of that one, or is a beginning of them; the last token of the shorter may be another. Then the blocks of what they
     have in common are shared, a partly filled one, too, and copied before either writes to it: nothing of it is computed
-    again. It changes no token of the output. When that request has ended, or others wait to run, this one is as if it
-    named none. INVALID_ARGUMENT with n above 1, and, NOT_A_FORK, when its tokens, its cache_salt or its adapter are others. Empty
+    again. It changes no token of the output. While it waits to run it keeps those blocks, unless requests that run need them.
+    When that request has ended this one is as if it named none. INVALID_ARGUMENT with n above 1, and, NOT_A_FORK, when its tokens, its cache_salt or its adapter are others. Empty
     means none.
     """
     adapter: builtins.str

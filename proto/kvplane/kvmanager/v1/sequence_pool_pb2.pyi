@@ -688,7 +688,7 @@ class BlockShortage(google.protobuf.message.Message):
     """free_blocks is how many are free."""
     @property
     def victim_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """victim_ids are open sequences that should give way, first to last, and that together free enough. Empty means that none should:
+        """victim_ids are open sequences that should give way, first to last, and that together free enough, and not without any of them. Empty means that none should:
         the sequence itself comes last, or those behind it (4,096 at most are looked at) do not free enough. Wait until another one
         closes, or close it when it is open.
         """
