@@ -159,3 +159,29 @@ def _lives(model: str) -> Iterator[Life]:
     for seed in range(1, 40):
         yield Life(seed, windows=MODELS[model])
         yield Life(seed, windows=MODELS[model], preemption_mode="swap", crowded=True, num_requests=12)
+
+
+@pytest.mark.parametrize("model", ["state only", "full and states", "sliding and state"])
+def test_windows_victims_with_states_are_swapped_though_a_token_of_them_is_under_way(model: str) -> None:
+    """The state has moved on for that token, so they could not go on from the one before."""
+    swapped: set[tuple[int, str, int]] = set()
+    for seed in range(3, 9):
+        chaos = Chaos(
+            Life(seed, windows=MODELS[model], crowded=True, faults=False, num_requests=8, preemption_mode="swap")
+        )
+        _watch_swaps(chaos, swapped)
+        chaos.run()
+    assert len(swapped) >= 5
+
+
+def _watch_swaps(chaos: Chaos, swapped: set[tuple[int, str, int]]) -> None:
+    """Note who is on its way to the host with a token under way: which life, which request, and which life of that."""
+    checks, scheduler = chaos.world.watch, chaos.world.scheduler
+
+    def watch() -> None:
+        checks()
+        for request in scheduler.waiting:
+            if request.num_swapped_tokens and request.num_pending_tokens:
+                swapped.add((chaos.life.seed, request.request_id, request.incarnation))
+
+    chaos.world.watch = watch
