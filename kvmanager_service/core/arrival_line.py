@@ -33,7 +33,11 @@ class ArrivalLine:
 
     def requeue(self, request: Request) -> None:
         """A preempted request stands before those that arrived later, and before all that never ran."""
-        insort(self._preempted, request, key=_rank)
+        line = self._preempted
+        if not line or request.arrival_seq < line[-1].arrival_seq:
+            line.append(request)
+        else:
+            insort(line, request, key=_rank)
 
     def first(self) -> Request:
         """Who stands first; there is somebody."""
@@ -41,10 +45,13 @@ class ArrivalLine:
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands."""
-        if self._new.pop(request.request_id, None) is None:
-            index = bisect_left(self._preempted, _rank(request), key=_rank)
-            assert self._preempted[index] is request, f"{request!r} is not in the line"
-            del self._preempted[index]
+        line = self._preempted
+        if line and line[-1] is request:
+            line.pop()
+        elif self._new.pop(request.request_id, None) is None:
+            index = bisect_left(line, _rank(request), key=_rank)
+            assert line[index] is request, f"{request!r} is not in the line"
+            del line[index]
 
     def __len__(self) -> int:
         return len(self._preempted) + len(self._new)

@@ -89,18 +89,22 @@ class Victims:
             request: one that runs.
             num_missing: blocks that it lacks, at least 1.
         """
-        while not _holds_blocks(self._order[self._first]):
-            self._first += 1
+        order, first = self._order, self._first
+        while not (order[first].blocks or order[first].tables):
+            first += 1
+        self._first = first
         return choose_victims(
             self._before(request), self._kv, request, num_missing, leaving=self._leaving, plan=self._plan
         )
 
     def _before(self, request: Request) -> Iterator[Request]:
-        index = self._first
-        while (victim := self._order[index]) is not request:
-            if _holds_blocks(victim):
+        order = self._order
+        for index in range(self._first, len(order)):
+            victim = order[index]
+            if victim is request:
+                return
+            if victim.blocks or victim.tables:
                 yield victim
-            index += 1
 
 
 def _holds_blocks(request: Request) -> bool:
