@@ -34,17 +34,20 @@ def refusal(request_id: str, code: int, message: str, reason: str, retry_ms: int
     return pb.GenerateManyResponse(errors=[pb.RequestError(request_id=request_id, error=error)])
 
 
-def one_by_one(*, break_after: int | None = None, until: asyncio.Event | None = None) -> Any:
+def one_by_one(*, break_after: int | None = None, until: asyncio.Event | None = None, at_least: int = 1) -> Any:
     """Answers in steps that hold one piece of each running request; prompts "bad" and "busy" are refused.
 
-    The stream breaks after a number of steps, and then only when every awaited request is in.
+    The stream breaks after a number of steps, and then only when every awaited request is in. The first step waits for
+    so many requests.
     """
 
     async def script(orders: Orders, context: Any) -> AsyncIterator[pb.GenerateManyResponse]:
         running: dict[str, list[pb.GenerateResponse]] = {}
+        missing = at_least
         failures: asyncio.Queue[pb.GenerateManyResponse] = asyncio.Queue()
 
         async def read() -> None:
+            nonlocal missing
             async for order in orders:
                 if order.WhichOneof("order") == "abort_request_id":
                     if (left := running.get(order.abort_request_id)) is not None:
@@ -54,6 +57,7 @@ def one_by_one(*, break_after: int | None = None, until: asyncio.Event | None = 
                     failures.put_nowait(refusal(order.generate.request_id, 3, "bad prompt", "BAD", 250))
                 else:
                     running[order.generate.request_id] = pieces(order.generate)
+                    missing -= 1
 
         reader = asyncio.create_task(read())
         steps = 0
@@ -61,7 +65,7 @@ def one_by_one(*, break_after: int | None = None, until: asyncio.Event | None = 
             while not (reader.done() and not running):
                 while not failures.empty():
                     yield failures.get_nowait()
-                if running:
+                if running and missing <= 0:
                     yield pb.GenerateManyResponse(outputs=[left.pop(0) for left in running.values()])
                     running = {key: left for key, left in running.items() if left}
                     steps += 1
@@ -156,7 +160,11 @@ async def test_broken_stream_goes_on_in_each_output_of_its_requests(
     """A step brings one piece of each request: the first break finds some outputs begun, the second some finished."""
     texts = [text_of_output(index) for index in range(3)]
     num_pieces = sum(len(text.encode()) for text in texts)
-    manager.scripts.many = [one_by_one(break_after=2), one_by_one(break_after=num_pieces - 4), one_by_one()]
+    manager.scripts.many = [
+        one_by_one(break_after=2, at_least=2),
+        one_by_one(break_after=num_pieces - 4, at_least=2),
+        one_by_one(),
+    ]
     async with client.many() as many:
         requests = [many.submit("a", n=3, request_id=f"r{index}") for index in range(2)]
         outputs = [await request.completions() for request in requests]
