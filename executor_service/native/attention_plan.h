@@ -133,8 +133,8 @@ inline Plan plan_of(const Rows& rows, int64_t num_rows, int64_t kv_heads, int64_
         const bool shares = plan.common[from] > 0;
         while (to < single && (plan.common[to - 1] > 0 || (!shares && plan.common[to] == 0))) to++;
         const int64_t count = to - from;
-        const int64_t wanted = few ? count : shares ? std::max((count + most - 1) / most, std::min(threads, count)) : (count + chained - 1) / chained;
-        for (int64_t piece = 0; piece < wanted; piece++) add(from + count * piece / wanted, from + count * (piece + 1) / wanted, 0, 1);
+        const int64_t pieces = few ? count : shares ? std::max((count + most - 1) / most, std::min(threads, count)) : (count + chained - 1) / chained;
+        for (int64_t piece = 0; piece < pieces; piece++) add(from + count * piece / pieces, from + count * (piece + 1) / pieces, 0, 1);
         from = to;
     }
     return plan;
