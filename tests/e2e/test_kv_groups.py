@@ -37,6 +37,7 @@ def start(cluster: Cluster, windows: tuple[int, ...], mode: str = "recompute", *
         ((0, 24, 24, 5), 90, "swap"),
         ((-1,), 16, "recompute"),
         ((0, -1, -1), 90, "recompute"),
+        ((0, -1, -1), 90, "auto"),
     ],
 )
 async def test_groups_on_a_small_pool_give_the_oracles_tokens(

@@ -611,7 +611,7 @@ NOTICED_BY: dict[Mutation, int] = {
     lost_copies_are_held: 8,
     places_of_branches_are_not_kept: 11,
     pins_keep_what_a_failed_row_put_in_doubt: 10,
-    swapped_request_has_computed_one_token_more: 17,
+    swapped_request_has_computed_one_token_more: 44,
     blocks_are_committed_when_scheduled: 3,
     host_memory_outlives_its_executor: 19,
     waiting_forks_write_in_place: 88,
