@@ -26,6 +26,15 @@ def start(cluster: Cluster, windows: tuple[int, ...], mode: str = "recompute", *
     cluster.start(MANAGER | {"preemption_mode": mode, "block_history": 1_000_000}, **(settings | executor))
 
 
+async def found_again(client: AsyncClient, windows: tuple[int, ...]) -> int:
+    """Run two requests of one prompt of 100 tokens, one after the other. Returns what the second finds cached."""
+    twins = [Job(list(range(100)), 5, windows=windows) for _ in range(2)]
+    for twin in twins:
+        async with Running(client, [twin]) as running:
+            await running.finished()
+    return twins[1].cached_tokens
+
+
 @pytest.mark.parametrize(
     ("windows", "num_blocks", "mode"),
     [
@@ -51,14 +60,11 @@ async def test_groups_on_a_small_pool_give_the_oracles_tokens(
         async with Running(client, jobs) as running:
             await running.finished()
         # What the crowd finds in the cache is chance; whoever comes after the same prompt finds all of its blocks.
-        twins = [Job(list(range(100)), 5, windows=windows) for _ in range(2)]
-        for twin in twins:
-            async with Running(client, [twin]) as running:
-                await running.finished()
+        cached_tokens = await found_again(client, windows)
         stats = await settled(client)
-    assert stats.requests_finished == {"length": len(jobs) + len(twins)}
+    assert stats.requests_finished == {"length": len(jobs) + 2}
     assert stats.preemptions > 0
-    assert twins[1].cached_tokens == 96
+    assert cached_tokens == 96
     assert stats.steps_failed == 0
     assert (stats.swapped_out > 0) == (mode != "recompute")
     assert stats.swapped_in > 0 or mode != "swap"
@@ -73,15 +79,12 @@ async def test_groups_with_block_sizes_of_their_own_give_the_oracles_tokens_and_
     async with cluster.client() as client:
         async with Running(client, jobs) as running:
             await running.finished()
-        twins = [Job(list(range(100)), 5, windows=windows) for _ in range(2)]
-        for twin in twins:
-            async with Running(client, [twin]) as running:
-                await running.finished()
+        cached_tokens = await found_again(client, windows)
         stats = await settled(client)
     assert stats.preemptions > 0
     assert stats.swapped_in > 0
     assert stats.steps_failed == 0
-    assert twins[1].cached_tokens == 96
+    assert cached_tokens == 96
     assert stats.pool is not None
     assert (stats.pool.block_size, stats.pool.group_block_sizes) == (16, (8, 16, 16))
 
