@@ -183,8 +183,9 @@ Global___Error: typing_extensions.TypeAlias = Error
 
 KNOWN_SINCE_FIELD_NUMBER: builtins.int
 known_since: google.protobuf.internal.extension_dict._ExtensionFieldDescriptor[google.protobuf.descriptor_pb2.FieldOptions, builtins.int]
-"""known_since marks a field that must not be ignored, as a manager from before it does with every field: one that decides
-who shares K/V with whom, or which output is whose. It is the contract version that brought the field. A client that is
-to send such a field asks InferenceService.GetContract first, and refuses where the manager's version is lower. Other fields have
-none: a manager that ignores them serves the request less well, but not another request.
+"""known_since marks a field that must not be ignored, as a manager from before it does with every field: one that
+decides who shares K/V with whom, or which output is whose. It is the contract version that brought the field. A
+client that is to send such a field asks InferenceService.GetContract first, and refuses where the manager's
+version is lower. Other fields have none: a manager that ignores them serves the request less well, but not another
+request.
 """

@@ -159,8 +159,8 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     manager need not care. At least 1; 0 is from an executor that does not say.
     """
     max_adapters: builtins.int
-    """max_adapters is the most LoRA adapters that can be loaded at once. 0 for none: the calls about adapters are refused,
-    or not there.
+    """max_adapters is the most LoRA adapters that can be loaded at once. 0 for none: the calls about adapters are
+    refused, or not there.
     """
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -211,14 +211,15 @@ class KvGroup(google.protobuf.message.Message):
     """KvGroup is a set of layers that share one block table. All groups take their blocks from one cache: a block is in
     tables of one group at a time, and large enough for any of them.
 
-    So a block has the same bytes in every group, ProfileMemoryResponse.bytes_per_block, though not as many tokens: layers
-    that keep fewer bytes of a token may have more tokens in a block. In what follows block_size is the group's own
-    wherever tables, slots or states of a group are spoken of. Copies, tags and host blocks are of whole blocks and do not
-    depend on it: a block keeps its bytes, whichever group's they are. Who hands a block from one group's tables to
-    another's has it rewritten before it is read, as between two sequences of one group.
+    So a block has the same bytes in every group, ProfileMemoryResponse.bytes_per_block, though not as many tokens:
+    layers that keep fewer bytes of a token may have more tokens in a block. In what follows block_size is the group's
+    own wherever tables, slots or states of a group are spoken of. Copies, tags and host blocks are of whole blocks and
+    do not depend on it: a block keeps its bytes, whichever group's they are. Who hands a block from one group's tables
+    to another's has it rewritten before it is read, as between two sequences of one group.
 
     Only layers that keep something of their own are layers of a group. One that reads what an earlier layer of the same
-    forward pass wrote (cross-layer sharing) has no part of any block: it is the executor's own business, and not counted.
+    forward pass wrote (cross-layer sharing) has no part of any block: it is the executor's own business, and not
+    counted.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -240,12 +241,12 @@ class KvGroup(google.protobuf.message.Message):
     head_dim: builtins.int
     """head_dim is elements per head, 0 with KV_GROUP_TYPE_RECURRENT_STATE."""
     bytes_per_block: builtins.int
-    """bytes_per_block is bytes one block takes over all layers of the group. The same in all groups: what a group with fewer
-    layers than others leaves unused of a block counts, too.
+    """bytes_per_block is bytes one block takes over all layers of the group. The same in all groups: what a group with
+    fewer layers than others leaves unused of a block counts, too.
     """
     window: builtins.int
-    """window is how many tokens a token reads with KV_GROUP_TYPE_SLIDING_WINDOW, itself and those just before it. At least
-    1 there, 0 for other types.
+    """window is how many tokens a token reads with KV_GROUP_TYPE_SLIDING_WINDOW, itself and those just before it. At
+    least 1 there, 0 for other types.
     """
     chunk: builtins.int
     """chunk is how many tokens a chunk has with KV_GROUP_TYPE_CHUNKED_LOCAL: a token at position p reads those from
@@ -352,9 +353,9 @@ Global___ProfileMemoryRequest: typing_extensions.TypeAlias = ProfileMemoryReques
 
 @typing.final
 class ProfileMemoryResponse(google.protobuf.message.Message):
-    """ProfileMemoryResponse shows every term of available = utilization * total - peak - host,
-    num_blocks = available / bytes_per_block. host is num_host_blocks * bytes_per_block where host blocks lie in the same
-    memory as the cache, that is on a CPU, and 0 elsewhere. All sizes are bytes.
+    """ProfileMemoryResponse shows every term of available = utilization * total - peak - host, num_blocks = available /
+    bytes_per_block. host is num_host_blocks * bytes_per_block where host blocks lie in the same memory as the cache,
+    that is on a CPU, and 0 elsewhere. All sizes are bytes.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -455,8 +456,9 @@ class ExecuteRequest(google.protobuf.message.Message):
     """ExecuteRequest is one step: R rows, each the next tokens of one sequence.
 
     Every layer writes the K/V of all rows before any row attends, so a row may read blocks that another row of the same
-    step fills. States are another matter, see BlockTables.block_ids. The slot of position p in row r is block_ids[block_indptr[r] + p / block_size] * block_size +
-    p % block_size. Of several KV groups each has a slot of its own for p, by its own table and its own block_size.
+    step fills. States are another matter, see BlockTables.block_ids. The slot of position p in row r is
+    block_ids[block_indptr[r] + p / block_size] * block_size + p % block_size. Of several KV groups each has a slot of
+    its own for p, by its own table and its own block_size.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -504,8 +506,8 @@ class ExecuteRequest(google.protobuf.message.Message):
 
     @property
     def feeds_from(self) -> kvplane.common.v1.common_pb2.Int32Array:
-        """feeds_from has R values, or none when no row is fed: an index into that step's sampled_token_ids whose token is the row's last
-        input token, or -1 for a row that is not fed.
+        """feeds_from has R values, or none when no row is fed: an index into that step's sampled_token_ids whose token is the
+        row's last input token, or -1 for a row that is not fed.
         """
 
     @property
@@ -522,8 +524,8 @@ class ExecuteRequest(google.protobuf.message.Message):
 
     @property
     def adapter_ids(self) -> kvplane.common.v1.common_pb2.Int32Array:
-        """adapter_ids has R values, or none when no row has an adapter: the LoraAdapter.adapter_id of the adapter that the row's
-        tokens are computed with, or 0 for the model itself. One that is not loaded gets FAILED_PRECONDITION.
+        """adapter_ids has R values, or none when no row has an adapter: the LoraAdapter.adapter_id of the adapter that the
+        row's tokens are computed with, or 0 for the model itself. One that is not loaded gets FAILED_PRECONDITION.
         """
 
     def __init__(
@@ -552,8 +554,9 @@ Global___ExecuteRequest: typing_extensions.TypeAlias = ExecuteRequest
 @typing.final
 class BlockCopies(google.protobuf.message.Message):
     """BlockCopies are C whole blocks to copy, over all layers. They are done as if one after the other, in the order given.
-    A device block that is copied to loses its tag. It does not matter which KV group a block is of. Errors: INVALID_ARGUMENT for columns of other lengths than each
-    other, an unknown direction, an id out of range, or a block copied to itself; then nothing is copied.
+    A device block that is copied to loses its tag. It does not matter which KV group a block is of. Errors:
+    INVALID_ARGUMENT for columns of other lengths than each other, an unknown direction, an id out of range, or a block
+    copied to itself; then nothing is copied.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -589,9 +592,9 @@ Global___BlockCopies: typing_extensions.TypeAlias = BlockCopies
 
 @typing.final
 class BlockTables(google.protobuf.message.Message):
-    """BlockTables are the block tables of all rows in one KV group, in CSR form. block_size is the group's: KvGroup.block_size,
-    or GetModelInfoResponse.block_size where that is 0. A row of n tokens has (n - 1) / block_size + 1 entries, so its
-    tables in groups of other sizes have other lengths.
+    """BlockTables are the block tables of all rows in one KV group, in CSR form. block_size is the group's:
+    KvGroup.block_size, or GetModelInfoResponse.block_size where that is 0. A row of n tokens has (n - 1) / block_size +
+    1 entries, so its tables in groups of other sizes have other lengths.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -606,16 +609,17 @@ class BlockTables(google.protobuf.message.Message):
     @property
     def block_ids(self) -> kvplane.common.v1.common_pb2.Int32Array:
         """block_ids are the blocks of row r at block_indptr[r] to block_indptr[r + 1], each in [1, num_blocks). Exactly those
-        that hold the row's sequence up to and with this step's tokens. Entry i holds positions i * block_size to
-        (i + 1) * block_size; where all of them lie before the window, or the chunk, of the row's first token, it may be the null block, 0.
+        that hold the row's sequence up to and with this step's tokens. Entry i holds positions i * block_size to (i + 1) *
+        block_size; where all of them lie before the window, or the chunk, of the row's first token, it may be the null
+        block, 0.
 
         With KV_GROUP_TYPE_RECURRENT_STATE entry i holds the state after position (i + 1) * block_size - 1, or, where the
-        sequence ends before that, after its last position. A row of positions [c, n) starts from entry
-        (c - 1) / block_size, or, if c is 0, from the state of no tokens, whatever its blocks hold. It leaves a state in
-        every entry from c / block_size on: those that are full then are checkpoints, from which other rows may start. If c
-        is no multiple of block_size, it thus overwrites the state that it started from. Entries before those may be the
-        null block. INVALID_ARGUMENT for a block in which a row leaves a state and another row of the step starts from or
-        leaves one.
+        sequence ends before that, after its last position. A row of positions [c, n) starts from entry (c - 1) /
+        block_size, or, if c is 0, from the state of no tokens, whatever its blocks hold. It leaves a state in every entry
+        from c / block_size on: those that are full then are checkpoints, from which other rows may start. If c is no
+        multiple of block_size, it thus overwrites the state that it started from. Entries before those may be the null
+        block. INVALID_ARGUMENT for a block in which a row leaves a state and another row of the step starts from or leaves
+        one.
         """
 
     @property
@@ -665,8 +669,8 @@ class SamplingBatch(google.protobuf.message.Message):
 
     @property
     def seeds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """seeds has S values: the request's seed. The random number used is a function of this and of the position of the token to
-        be produced.
+        """seeds has S values: the request's seed. The random number used is a function of this and of the position of the
+        token to be produced.
         """
 
     @property
@@ -876,9 +880,9 @@ class ExecuteResponse(google.protobuf.message.Message):
 
     @property
     def computed_upto(self) -> kvplane.common.v1.common_pb2.Int32Array:
-        """computed_upto has R values: how many tokens of the row's sequence have K/V in the cache now. A row in row_errors may
-        have fewer than the step asked for: its K/V from there on is not to be trusted, nor are any of the states that it
-        was to leave but those of blocks that are full before there.
+        """computed_upto has R values: how many tokens of the row's sequence have K/V in the cache now. A row in row_errors
+        may have fewer than the step asked for: its K/V from there on is not to be trusted, nor are any of the states that
+        it was to leave but those of blocks that are full before there.
         """
 
     @property
@@ -920,8 +924,8 @@ class LogprobsBatch(google.protobuf.message.Message):
     LOGPROBS_FIELD_NUMBER: builtins.int
     @property
     def indptr(self) -> kvplane.common.v1.common_pb2.Int32Array:
-        """indptr has S + 1 values: the entries of sampling row s are indptr[s] to indptr[s + 1]. None, or the produced token first and then
-        the likeliest ones, likeliest first.
+        """indptr has S + 1 values: the entries of sampling row s are indptr[s] to indptr[s + 1]. None, or the produced token
+        first and then the likeliest ones, likeliest first.
         """
 
     @property
@@ -958,8 +962,8 @@ class RowError(google.protobuf.message.Message):
     row: builtins.int
     """row is the row's index."""
     reason: builtins.str
-    """reason is UPPER_SNAKE_CASE: "NON_FINITE_LOGITS" of a row that samples, "NON_FINITE_KV" of one that does not (what it wrote must
-    not be a hit either), "FED_BY_FAILED_ROW", or a backend's own.
+    """reason is UPPER_SNAKE_CASE: "NON_FINITE_LOGITS" of a row that samples, "NON_FINITE_KV" of one that does not (what
+    it wrote must not be a hit either), "FED_BY_FAILED_ROW", or a backend's own.
     """
     message: builtins.str
     """message says what happened."""
@@ -1074,8 +1078,8 @@ class LoraAdapter(google.protobuf.message.Message):
     name: builtins.str
     """name is what it was loaded as."""
     revision: builtins.str
-    """revision is a digest of its weights and settings, at most 256 characters, equal wherever the same adapter is loaded.
-    Tokens computed under one revision may be mixed in one request.
+    """revision is a digest of its weights and settings, at most 256 characters, equal wherever the same adapter is
+    loaded. Tokens computed under one revision may be mixed in one request.
     """
     source: builtins.str
     """source is where it was loaded from."""

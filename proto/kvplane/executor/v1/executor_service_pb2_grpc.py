@@ -104,8 +104,8 @@ class ExecutorServiceServicer(object):
     def ProfileMemory(self, request, context):
         """ProfileMemory measures how many blocks fit: it runs a real forward pass and sampling at the given limits and takes
         the peak. The result is kept and returned again for the same limits. Under other limits than those the cache was
-        made for, the cache is gone. Errors: INVALID_ARGUMENT for limits below
-        1, FAILED_PRECONDITION when not even one sequence of max_model_len fits; the executor then stops.
+        made for, the cache is gone. Errors: INVALID_ARGUMENT for limits below 1, FAILED_PRECONDITION when not even one
+        sequence of max_model_len fits; the executor then stops.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,19 +151,19 @@ class ExecutorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """LoadAdapter puts a LoRA adapter beside the model's weights, for rows of steps to name; the cache stays as it is. A name
-        that is loaded with the same content gets the same answer again. Errors: INVALID_ARGUMENT for a bad field, a source that
-        cannot be read, an adapter that the model or this executor cannot run, or content other than the revision asked for;
-        ALREADY_EXISTS for a name that is loaded with other content; RESOURCE_EXHAUSTED with max_adapters loaded;
-        FAILED_PRECONDITION where max_adapters is 0.
+        """LoadAdapter puts a LoRA adapter beside the model's weights, for rows of steps to name; the cache stays as it is. A
+        name that is loaded with the same content gets the same answer again. Errors: INVALID_ARGUMENT for a bad field, a
+        source that cannot be read, an adapter that the model or this executor cannot run, or content other than the
+        revision asked for; ALREADY_EXISTS for a name that is loaded with other content; RESOURCE_EXHAUSTED with
+        max_adapters loaded; FAILED_PRECONDITION where max_adapters is 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """UnloadAdapter takes an adapter away. A step that names it afterwards gets FAILED_PRECONDITION: have the results of all
-        steps that do before. Errors: NOT_FOUND for a name that is not loaded.
+        """UnloadAdapter takes an adapter away. A step that names it afterwards gets FAILED_PRECONDITION: have the results of
+        all steps that do before. Errors: NOT_FOUND for a name that is not loaded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,8 +37,8 @@ class ExecutorServiceStub:
     ProfileMemory: grpc.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.ProfileMemoryRequest, kvplane.executor.v1.executor_service_pb2.ProfileMemoryResponse]
     """ProfileMemory measures how many blocks fit: it runs a real forward pass and sampling at the given limits and takes
     the peak. The result is kept and returned again for the same limits. Under other limits than those the cache was
-    made for, the cache is gone. Errors: INVALID_ARGUMENT for limits below
-    1, FAILED_PRECONDITION when not even one sequence of max_model_len fits; the executor then stops.
+    made for, the cache is gone. Errors: INVALID_ARGUMENT for limits below 1, FAILED_PRECONDITION when not even one
+    sequence of max_model_len fits; the executor then stops.
     """
     InitializeKvCache: grpc.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.InitializeKvCacheRequest, kvplane.executor.v1.executor_service_pb2.InitializeKvCacheResponse]
     """InitializeKvCache allocates the cache and starts a new epoch; whatever the cache held is gone. Errors:
@@ -64,15 +64,15 @@ class ExecutorServiceStub:
     without a cache, ABORTED for another epoch.
     """
     LoadAdapter: grpc.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.LoadAdapterRequest, kvplane.executor.v1.executor_service_pb2.LoadAdapterResponse]
-    """LoadAdapter puts a LoRA adapter beside the model's weights, for rows of steps to name; the cache stays as it is. A name
-    that is loaded with the same content gets the same answer again. Errors: INVALID_ARGUMENT for a bad field, a source that
-    cannot be read, an adapter that the model or this executor cannot run, or content other than the revision asked for;
-    ALREADY_EXISTS for a name that is loaded with other content; RESOURCE_EXHAUSTED with max_adapters loaded;
-    FAILED_PRECONDITION where max_adapters is 0.
+    """LoadAdapter puts a LoRA adapter beside the model's weights, for rows of steps to name; the cache stays as it is. A
+    name that is loaded with the same content gets the same answer again. Errors: INVALID_ARGUMENT for a bad field, a
+    source that cannot be read, an adapter that the model or this executor cannot run, or content other than the
+    revision asked for; ALREADY_EXISTS for a name that is loaded with other content; RESOURCE_EXHAUSTED with
+    max_adapters loaded; FAILED_PRECONDITION where max_adapters is 0.
     """
     UnloadAdapter: grpc.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.UnloadAdapterRequest, kvplane.executor.v1.executor_service_pb2.UnloadAdapterResponse]
-    """UnloadAdapter takes an adapter away. A step that names it afterwards gets FAILED_PRECONDITION: have the results of all
-    steps that do before. Errors: NOT_FOUND for a name that is not loaded.
+    """UnloadAdapter takes an adapter away. A step that names it afterwards gets FAILED_PRECONDITION: have the results of
+    all steps that do before. Errors: NOT_FOUND for a name that is not loaded.
     """
     ListAdapters: grpc.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.ListAdaptersRequest, kvplane.executor.v1.executor_service_pb2.ListAdaptersResponse]
     """ListAdapters returns the adapters that are loaded, in the order they were loaded: max_adapters at most."""
@@ -92,8 +92,8 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     ProfileMemory: grpc.aio.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.ProfileMemoryRequest, kvplane.executor.v1.executor_service_pb2.ProfileMemoryResponse]  # type: ignore[assignment]
     """ProfileMemory measures how many blocks fit: it runs a real forward pass and sampling at the given limits and takes
     the peak. The result is kept and returned again for the same limits. Under other limits than those the cache was
-    made for, the cache is gone. Errors: INVALID_ARGUMENT for limits below
-    1, FAILED_PRECONDITION when not even one sequence of max_model_len fits; the executor then stops.
+    made for, the cache is gone. Errors: INVALID_ARGUMENT for limits below 1, FAILED_PRECONDITION when not even one
+    sequence of max_model_len fits; the executor then stops.
     """
     InitializeKvCache: grpc.aio.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.InitializeKvCacheRequest, kvplane.executor.v1.executor_service_pb2.InitializeKvCacheResponse]  # type: ignore[assignment]
     """InitializeKvCache allocates the cache and starts a new epoch; whatever the cache held is gone. Errors:
@@ -119,15 +119,15 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     without a cache, ABORTED for another epoch.
     """
     LoadAdapter: grpc.aio.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.LoadAdapterRequest, kvplane.executor.v1.executor_service_pb2.LoadAdapterResponse]  # type: ignore[assignment]
-    """LoadAdapter puts a LoRA adapter beside the model's weights, for rows of steps to name; the cache stays as it is. A name
-    that is loaded with the same content gets the same answer again. Errors: INVALID_ARGUMENT for a bad field, a source that
-    cannot be read, an adapter that the model or this executor cannot run, or content other than the revision asked for;
-    ALREADY_EXISTS for a name that is loaded with other content; RESOURCE_EXHAUSTED with max_adapters loaded;
-    FAILED_PRECONDITION where max_adapters is 0.
+    """LoadAdapter puts a LoRA adapter beside the model's weights, for rows of steps to name; the cache stays as it is. A
+    name that is loaded with the same content gets the same answer again. Errors: INVALID_ARGUMENT for a bad field, a
+    source that cannot be read, an adapter that the model or this executor cannot run, or content other than the
+    revision asked for; ALREADY_EXISTS for a name that is loaded with other content; RESOURCE_EXHAUSTED with
+    max_adapters loaded; FAILED_PRECONDITION where max_adapters is 0.
     """
     UnloadAdapter: grpc.aio.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.UnloadAdapterRequest, kvplane.executor.v1.executor_service_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    """UnloadAdapter takes an adapter away. A step that names it afterwards gets FAILED_PRECONDITION: have the results of all
-    steps that do before. Errors: NOT_FOUND for a name that is not loaded.
+    """UnloadAdapter takes an adapter away. A step that names it afterwards gets FAILED_PRECONDITION: have the results of
+    all steps that do before. Errors: NOT_FOUND for a name that is not loaded.
     """
     ListAdapters: grpc.aio.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.ListAdaptersRequest, kvplane.executor.v1.executor_service_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """ListAdapters returns the adapters that are loaded, in the order they were loaded: max_adapters at most."""
@@ -156,8 +156,8 @@ class ExecutorServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvplane.executor.v1.executor_service_pb2.ProfileMemoryResponse, collections.abc.Awaitable[kvplane.executor.v1.executor_service_pb2.ProfileMemoryResponse]]:
         """ProfileMemory measures how many blocks fit: it runs a real forward pass and sampling at the given limits and takes
         the peak. The result is kept and returned again for the same limits. Under other limits than those the cache was
-        made for, the cache is gone. Errors: INVALID_ARGUMENT for limits below
-        1, FAILED_PRECONDITION when not even one sequence of max_model_len fits; the executor then stops.
+        made for, the cache is gone. Errors: INVALID_ARGUMENT for limits below 1, FAILED_PRECONDITION when not even one
+        sequence of max_model_len fits; the executor then stops.
         """
 
     @abc.abstractmethod
@@ -213,11 +213,11 @@ class ExecutorServiceServicer(metaclass=abc.ABCMeta):
         request: kvplane.executor.v1.executor_service_pb2.LoadAdapterRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvplane.executor.v1.executor_service_pb2.LoadAdapterResponse, collections.abc.Awaitable[kvplane.executor.v1.executor_service_pb2.LoadAdapterResponse]]:
-        """LoadAdapter puts a LoRA adapter beside the model's weights, for rows of steps to name; the cache stays as it is. A name
-        that is loaded with the same content gets the same answer again. Errors: INVALID_ARGUMENT for a bad field, a source that
-        cannot be read, an adapter that the model or this executor cannot run, or content other than the revision asked for;
-        ALREADY_EXISTS for a name that is loaded with other content; RESOURCE_EXHAUSTED with max_adapters loaded;
-        FAILED_PRECONDITION where max_adapters is 0.
+        """LoadAdapter puts a LoRA adapter beside the model's weights, for rows of steps to name; the cache stays as it is. A
+        name that is loaded with the same content gets the same answer again. Errors: INVALID_ARGUMENT for a bad field, a
+        source that cannot be read, an adapter that the model or this executor cannot run, or content other than the
+        revision asked for; ALREADY_EXISTS for a name that is loaded with other content; RESOURCE_EXHAUSTED with
+        max_adapters loaded; FAILED_PRECONDITION where max_adapters is 0.
         """
 
     @abc.abstractmethod
@@ -226,8 +226,8 @@ class ExecutorServiceServicer(metaclass=abc.ABCMeta):
         request: kvplane.executor.v1.executor_service_pb2.UnloadAdapterRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvplane.executor.v1.executor_service_pb2.UnloadAdapterResponse, collections.abc.Awaitable[kvplane.executor.v1.executor_service_pb2.UnloadAdapterResponse]]:
-        """UnloadAdapter takes an adapter away. A step that names it afterwards gets FAILED_PRECONDITION: have the results of all
-        steps that do before. Errors: NOT_FOUND for a name that is not loaded.
+        """UnloadAdapter takes an adapter away. A step that names it afterwards gets FAILED_PRECONDITION: have the results of
+        all steps that do before. Errors: NOT_FOUND for a name that is not loaded.
         """
 
     @abc.abstractmethod

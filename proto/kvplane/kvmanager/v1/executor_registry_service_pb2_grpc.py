@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class ExecutorRegistryServiceStub(object):
-    """ExecutorRegistryService keeps the list of executors. A manager with --api-keys lets executors register, and shows them
-    to executors and operators.
+    """ExecutorRegistryService keeps the list of executors. A manager with --api-keys lets executors register, and shows
+    them to executors and operators.
     """
 
     def __init__(self, channel):
@@ -54,18 +54,18 @@ class ExecutorRegistryServiceStub(object):
 
 
 class ExecutorRegistryServiceServicer(object):
-    """ExecutorRegistryService keeps the list of executors. A manager with --api-keys lets executors register, and shows them
-    to executors and operators.
+    """ExecutorRegistryService keeps the list of executors. A manager with --api-keys lets executors register, and shows
+    them to executors and operators.
     """
 
     def Register(self, request, context):
-        """Register announces an executor or renews its lease. The manager connects back to the address. An executor that
-        does not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not
-        host:port, ALREADY_EXISTS for an id that is registered with another address, UNAVAILABLE for a new one when draining
-        or when there are too many, FAILED_PRECONDITION when the manager has found that it cannot use the executor, by
-        reason: MODEL_MISMATCH for other weights than it serves, KV_GEOMETRY_UNSUPPORTED for a cache of less than 2 blocks,
-        or with KV groups that this manager, or its preemption mode, has no books for, MODEL_LEN_TOO_SHORT for a max_model_len below what requests were admitted
-        for, TOKENIZER_UNREADABLE for tokenizer files that cannot be read.
+        """Register announces an executor or renews its lease. The manager connects back to the address. An executor that does
+        not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not host:port,
+        ALREADY_EXISTS for an id that is registered with another address, UNAVAILABLE for a new one when draining or when
+        there are too many, FAILED_PRECONDITION when the manager has found that it cannot use the executor, by reason:
+        MODEL_MISMATCH for other weights than it serves, KV_GEOMETRY_UNSUPPORTED for a cache of less than 2 blocks, or with
+        KV groups that this manager, or its preemption mode, has no books for, MODEL_LEN_TOO_SHORT for a max_model_len
+        below what requests were admitted for, TOKENIZER_UNREADABLE for tokenizer files that cannot be read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -80,12 +80,12 @@ class ExecutorRegistryServiceServicer(object):
 
     def SwitchExecutor(self, request, context):
         """SwitchExecutor moves on to another executor on purpose; for operators. It returns when that one is active. Until it
-        is ready the present one goes on; then what runs is computed anew on the other, and streams go on without a gap. The
-        present one becomes a standby. A call that ends early does not take the order back. Errors: NOT_FOUND for an executor
-        that is not registered, FAILED_PRECONDITION for one that is active already (EXECUTOR_ALREADY_ACTIVE), that the
-        manager cannot use (the reason that Register gives) or that was not ready when it was tried (EXECUTOR_NOT_READY), and
-        while another order is carried out (SWITCH_UNDER_WAY); UNAVAILABLE when there is no active executor, or it is lost
-        meanwhile: the manager looks for the next one by itself then.
+        is ready the present one goes on; then what runs is computed anew on the other, and streams go on without a gap.
+        The present one becomes a standby. A call that ends early does not take the order back. Errors: NOT_FOUND for an
+        executor that is not registered, FAILED_PRECONDITION for one that is active already (EXECUTOR_ALREADY_ACTIVE), that
+        the manager cannot use (the reason that Register gives) or that was not ready when it was tried
+        (EXECUTOR_NOT_READY), and while another order is carried out (SWITCH_UNDER_WAY); UNAVAILABLE when there is no
+        active executor, or it is lost meanwhile: the manager looks for the next one by itself then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,8 +118,8 @@ def add_ExecutorRegistryServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ExecutorRegistryService(object):
-    """ExecutorRegistryService keeps the list of executors. A manager with --api-keys lets executors register, and shows them
-    to executors and operators.
+    """ExecutorRegistryService keeps the list of executors. A manager with --api-keys lets executors register, and shows
+    them to executors and operators.
     """
 
     @staticmethod

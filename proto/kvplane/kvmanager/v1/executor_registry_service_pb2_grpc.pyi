@@ -21,8 +21,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ExecutorRegistryServiceStub:
-    """ExecutorRegistryService keeps the list of executors. A manager with --api-keys lets executors register, and shows them
-    to executors and operators.
+    """ExecutorRegistryService keeps the list of executors. A manager with --api-keys lets executors register, and shows
+    them to executors and operators.
     """
 
     @typing.overload
@@ -30,57 +30,57 @@ class ExecutorRegistryServiceStub:
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> ExecutorRegistryServiceAsyncStub: ...
     Register: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.RegisterRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.RegisterResponse]
-    """Register announces an executor or renews its lease. The manager connects back to the address. An executor that
-    does not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not
-    host:port, ALREADY_EXISTS for an id that is registered with another address, UNAVAILABLE for a new one when draining
-    or when there are too many, FAILED_PRECONDITION when the manager has found that it cannot use the executor, by
-    reason: MODEL_MISMATCH for other weights than it serves, KV_GEOMETRY_UNSUPPORTED for a cache of less than 2 blocks,
-    or with KV groups that this manager, or its preemption mode, has no books for, MODEL_LEN_TOO_SHORT for a max_model_len below what requests were admitted
-    for, TOKENIZER_UNREADABLE for tokenizer files that cannot be read.
+    """Register announces an executor or renews its lease. The manager connects back to the address. An executor that does
+    not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not host:port,
+    ALREADY_EXISTS for an id that is registered with another address, UNAVAILABLE for a new one when draining or when
+    there are too many, FAILED_PRECONDITION when the manager has found that it cannot use the executor, by reason:
+    MODEL_MISMATCH for other weights than it serves, KV_GEOMETRY_UNSUPPORTED for a cache of less than 2 blocks, or with
+    KV groups that this manager, or its preemption mode, has no books for, MODEL_LEN_TOO_SHORT for a max_model_len
+    below what requests were admitted for, TOKENIZER_UNREADABLE for tokenizer files that cannot be read.
     """
     ListExecutors: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsResponse]
     """ListExecutors returns the executors whose lease is valid, in order of registration."""
     SwitchExecutor: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.SwitchExecutorRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.SwitchExecutorResponse]
     """SwitchExecutor moves on to another executor on purpose; for operators. It returns when that one is active. Until it
-    is ready the present one goes on; then what runs is computed anew on the other, and streams go on without a gap. The
-    present one becomes a standby. A call that ends early does not take the order back. Errors: NOT_FOUND for an executor
-    that is not registered, FAILED_PRECONDITION for one that is active already (EXECUTOR_ALREADY_ACTIVE), that the
-    manager cannot use (the reason that Register gives) or that was not ready when it was tried (EXECUTOR_NOT_READY), and
-    while another order is carried out (SWITCH_UNDER_WAY); UNAVAILABLE when there is no active executor, or it is lost
-    meanwhile: the manager looks for the next one by itself then.
+    is ready the present one goes on; then what runs is computed anew on the other, and streams go on without a gap.
+    The present one becomes a standby. A call that ends early does not take the order back. Errors: NOT_FOUND for an
+    executor that is not registered, FAILED_PRECONDITION for one that is active already (EXECUTOR_ALREADY_ACTIVE), that
+    the manager cannot use (the reason that Register gives) or that was not ready when it was tried
+    (EXECUTOR_NOT_READY), and while another order is carried out (SWITCH_UNDER_WAY); UNAVAILABLE when there is no
+    active executor, or it is lost meanwhile: the manager looks for the next one by itself then.
     """
 
 @typing.type_check_only
 class ExecutorRegistryServiceAsyncStub(ExecutorRegistryServiceStub):
-    """ExecutorRegistryService keeps the list of executors. A manager with --api-keys lets executors register, and shows them
-    to executors and operators.
+    """ExecutorRegistryService keeps the list of executors. A manager with --api-keys lets executors register, and shows
+    them to executors and operators.
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     Register: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.RegisterRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.RegisterResponse]  # type: ignore[assignment]
-    """Register announces an executor or renews its lease. The manager connects back to the address. An executor that
-    does not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not
-    host:port, ALREADY_EXISTS for an id that is registered with another address, UNAVAILABLE for a new one when draining
-    or when there are too many, FAILED_PRECONDITION when the manager has found that it cannot use the executor, by
-    reason: MODEL_MISMATCH for other weights than it serves, KV_GEOMETRY_UNSUPPORTED for a cache of less than 2 blocks,
-    or with KV groups that this manager, or its preemption mode, has no books for, MODEL_LEN_TOO_SHORT for a max_model_len below what requests were admitted
-    for, TOKENIZER_UNREADABLE for tokenizer files that cannot be read.
+    """Register announces an executor or renews its lease. The manager connects back to the address. An executor that does
+    not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not host:port,
+    ALREADY_EXISTS for an id that is registered with another address, UNAVAILABLE for a new one when draining or when
+    there are too many, FAILED_PRECONDITION when the manager has found that it cannot use the executor, by reason:
+    MODEL_MISMATCH for other weights than it serves, KV_GEOMETRY_UNSUPPORTED for a cache of less than 2 blocks, or with
+    KV groups that this manager, or its preemption mode, has no books for, MODEL_LEN_TOO_SHORT for a max_model_len
+    below what requests were admitted for, TOKENIZER_UNREADABLE for tokenizer files that cannot be read.
     """
     ListExecutors: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.ListExecutorsResponse]  # type: ignore[assignment]
     """ListExecutors returns the executors whose lease is valid, in order of registration."""
     SwitchExecutor: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.executor_registry_service_pb2.SwitchExecutorRequest, kvplane.kvmanager.v1.executor_registry_service_pb2.SwitchExecutorResponse]  # type: ignore[assignment]
     """SwitchExecutor moves on to another executor on purpose; for operators. It returns when that one is active. Until it
-    is ready the present one goes on; then what runs is computed anew on the other, and streams go on without a gap. The
-    present one becomes a standby. A call that ends early does not take the order back. Errors: NOT_FOUND for an executor
-    that is not registered, FAILED_PRECONDITION for one that is active already (EXECUTOR_ALREADY_ACTIVE), that the
-    manager cannot use (the reason that Register gives) or that was not ready when it was tried (EXECUTOR_NOT_READY), and
-    while another order is carried out (SWITCH_UNDER_WAY); UNAVAILABLE when there is no active executor, or it is lost
-    meanwhile: the manager looks for the next one by itself then.
+    is ready the present one goes on; then what runs is computed anew on the other, and streams go on without a gap.
+    The present one becomes a standby. A call that ends early does not take the order back. Errors: NOT_FOUND for an
+    executor that is not registered, FAILED_PRECONDITION for one that is active already (EXECUTOR_ALREADY_ACTIVE), that
+    the manager cannot use (the reason that Register gives) or that was not ready when it was tried
+    (EXECUTOR_NOT_READY), and while another order is carried out (SWITCH_UNDER_WAY); UNAVAILABLE when there is no
+    active executor, or it is lost meanwhile: the manager looks for the next one by itself then.
     """
 
 class ExecutorRegistryServiceServicer(metaclass=abc.ABCMeta):
-    """ExecutorRegistryService keeps the list of executors. A manager with --api-keys lets executors register, and shows them
-    to executors and operators.
+    """ExecutorRegistryService keeps the list of executors. A manager with --api-keys lets executors register, and shows
+    them to executors and operators.
     """
 
     @abc.abstractmethod
@@ -89,13 +89,13 @@ class ExecutorRegistryServiceServicer(metaclass=abc.ABCMeta):
         request: kvplane.kvmanager.v1.executor_registry_service_pb2.RegisterRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvplane.kvmanager.v1.executor_registry_service_pb2.RegisterResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.executor_registry_service_pb2.RegisterResponse]]:
-        """Register announces an executor or renews its lease. The manager connects back to the address. An executor that
-        does not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not
-        host:port, ALREADY_EXISTS for an id that is registered with another address, UNAVAILABLE for a new one when draining
-        or when there are too many, FAILED_PRECONDITION when the manager has found that it cannot use the executor, by
-        reason: MODEL_MISMATCH for other weights than it serves, KV_GEOMETRY_UNSUPPORTED for a cache of less than 2 blocks,
-        or with KV groups that this manager, or its preemption mode, has no books for, MODEL_LEN_TOO_SHORT for a max_model_len below what requests were admitted
-        for, TOKENIZER_UNREADABLE for tokenizer files that cannot be read.
+        """Register announces an executor or renews its lease. The manager connects back to the address. An executor that does
+        not call again within the lease is forgotten. Errors: INVALID_ARGUMENT for an address that is not host:port,
+        ALREADY_EXISTS for an id that is registered with another address, UNAVAILABLE for a new one when draining or when
+        there are too many, FAILED_PRECONDITION when the manager has found that it cannot use the executor, by reason:
+        MODEL_MISMATCH for other weights than it serves, KV_GEOMETRY_UNSUPPORTED for a cache of less than 2 blocks, or with
+        KV groups that this manager, or its preemption mode, has no books for, MODEL_LEN_TOO_SHORT for a max_model_len
+        below what requests were admitted for, TOKENIZER_UNREADABLE for tokenizer files that cannot be read.
         """
 
     @abc.abstractmethod
@@ -113,12 +113,12 @@ class ExecutorRegistryServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvplane.kvmanager.v1.executor_registry_service_pb2.SwitchExecutorResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.executor_registry_service_pb2.SwitchExecutorResponse]]:
         """SwitchExecutor moves on to another executor on purpose; for operators. It returns when that one is active. Until it
-        is ready the present one goes on; then what runs is computed anew on the other, and streams go on without a gap. The
-        present one becomes a standby. A call that ends early does not take the order back. Errors: NOT_FOUND for an executor
-        that is not registered, FAILED_PRECONDITION for one that is active already (EXECUTOR_ALREADY_ACTIVE), that the
-        manager cannot use (the reason that Register gives) or that was not ready when it was tried (EXECUTOR_NOT_READY), and
-        while another order is carried out (SWITCH_UNDER_WAY); UNAVAILABLE when there is no active executor, or it is lost
-        meanwhile: the manager looks for the next one by itself then.
+        is ready the present one goes on; then what runs is computed anew on the other, and streams go on without a gap.
+        The present one becomes a standby. A call that ends early does not take the order back. Errors: NOT_FOUND for an
+        executor that is not registered, FAILED_PRECONDITION for one that is active already (EXECUTOR_ALREADY_ACTIVE), that
+        the manager cannot use (the reason that Register gives) or that was not ready when it was tried
+        (EXECUTOR_NOT_READY), and while another order is carried out (SWITCH_UNDER_WAY); UNAVAILABLE when there is no
+        active executor, or it is lost meanwhile: the manager looks for the next one by itself then.
         """
 
 def add_ExecutorRegistryServiceServicer_to_server(servicer: ExecutorRegistryServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -59,10 +59,10 @@ class GenerateRequest(google.protobuf.message.Message):
     """
     tenant: builtins.str
     """tenant names whose request this is, at most 256 characters. The fair policy gives each tenant its share; the other
-    policies ignore it. Where the manager isolates tenants (SchedulerSettings.isolate_tenants), only requests of the same
-    tenant share blocks. With a manager that has --api-keys, empty means the owner of the call's key; a tenant that names
-    another gets PERMISSION_DENIED, an operator may name any. Without, it is not authenticated, and empty is one tenant,
-    too: all requests that name none share it.
+    policies ignore it. Where the manager isolates tenants (SchedulerSettings.isolate_tenants), only requests of the
+    same tenant share blocks. With a manager that has --api-keys, empty means the owner of the call's key; a tenant
+    that names another gets PERMISSION_DENIED, an operator may name any. Without, it is not authenticated, and empty is
+    one tenant, too: all requests that name none share it.
     """
     retention_priority: builtins.int
     """retention_priority says how long the request's blocks are worth keeping once it has ended, in [-100, 100]; higher
@@ -76,18 +76,18 @@ class GenerateRequest(google.protobuf.message.Message):
     n = 1. Each has its own end; an error ends the request, and with it the others.
     """
     fork_of: builtins.str
-    """fork_of names a waiting or running request of the same tenant, or one of its outputs ("id#i", for i from 1), that this
-    one branches off from, at most 256 characters. The prompt with resume_token_ids begins with the tokens that are known
-    of that one, or is a beginning of them; the last token of the shorter may be another. Then the blocks of what they
-    have in common are shared, a partly filled one, too, and copied before either writes to it: nothing of it is computed
-    again. It changes no token of the output. While it waits to run it keeps those blocks, unless requests that run need them.
-    When that request has ended this one is as if it named none. INVALID_ARGUMENT with n above 1, and, NOT_A_FORK, when its tokens, its cache_salt or its adapter are others. Empty
-    means none.
+    """fork_of names a waiting or running request of the same tenant, or one of its outputs ("id#i", for i from 1), that
+    this one branches off from, at most 256 characters. The prompt with resume_token_ids begins with the tokens that
+    are known of that one, or is a beginning of them; the last token of the shorter may be another. Then the blocks of
+    what they have in common are shared, a partly filled one, too, and copied before either writes to it: nothing of it
+    is computed again. It changes no token of the output. While it waits to run it keeps those blocks, unless requests
+    that run need them. When that request has ended this one is as if it named none. INVALID_ARGUMENT with n above 1,
+    and, NOT_A_FORK, when its tokens, its cache_salt or its adapter are others. Empty means none.
     """
     adapter: builtins.str
-    """adapter names the LoRA adapter that the request runs with, as KvManagerService.LoadAdapter loaded it. Empty is the model
-    itself. NOT_FOUND when none is loaded under the name. Requests share blocks only where they run with the same adapter
-    and revision. A request whose adapter the next executor cannot load ends with FAILED_PRECONDITION.
+    """adapter names the LoRA adapter that the request runs with, as KvManagerService.LoadAdapter loaded it. Empty is the
+    model itself. NOT_FOUND when none is loaded under the name. Requests share blocks only where they run with the same
+    adapter and revision. A request whose adapter the next executor cannot load ends with FAILED_PRECONDITION.
     """
     @property
     def token_ids(self) -> Global___TokenIds:
@@ -116,17 +116,17 @@ class GenerateRequest(google.protobuf.message.Message):
 
     @property
     def retention(self) -> Global___Retention:
-        """retention says the same for parts of the request, and for how long. What it leaves out has retention_priority. Absent
-        means retention_priority for all.
+        """retention says the same for parts of the request, and for how long. What it leaves out has retention_priority.
+        Absent means retention_priority for all.
         """
 
     @property
     def resume_outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ResumedOutput]:
-        """resume_outputs are, with n above 1, what resume_token_ids is for one output: entry i is how far output i had come in
-        an earlier stream that broke. Exactly n entries, at least one of them unfinished; INVALID_ARGUMENT otherwise, and
-        with n of 1 or 0. Empty means that no output has begun. Seeds are those that n says, by the place of an output among
-        all n. Outputs that have begun compute of the prompt, and of their tokens, what the prefix cache does not have. Those
-        that had finished do not count towards max_num_seqs and max_waiting.
+        """resume_outputs are, with n above 1, what resume_token_ids is for one output: entry i is how far output i had come
+        in an earlier stream that broke. Exactly n entries, at least one of them unfinished; INVALID_ARGUMENT otherwise,
+        and with n of 1 or 0. Empty means that no output has begun. Seeds are those that n says, by the place of an output
+        among all n. Outputs that have begun compute of the prompt, and of their tokens, what the prefix cache does not
+        have. Those that had finished do not count towards max_num_seqs and max_waiting.
         """
 
     def __init__(
@@ -169,12 +169,13 @@ class ResumedOutput(google.protobuf.message.Message):
     IS_FINISHED_FIELD_NUMBER: builtins.int
     is_finished: builtins.bool
     """is_finished says that its last message had arrived, whatever the finish_reason: nothing is computed or delivered of
-    it. False means that it goes on; INVALID_ARGUMENT when its tokens end it by max_tokens, a stop token or a stop string.
+    it. False means that it goes on; INVALID_ARGUMENT when its tokens end it by max_tokens, a stop token or a stop
+    string.
     """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """token_ids are the tokens it produced, as resume_token_ids has them and with the same errors. Empty means that it had
-        not begun. Of an output that had finished they are not looked at, and may be left out.
+        """token_ids are the tokens it produced, as resume_token_ids has them and with the same errors. Empty means that it
+        had not begun. Of an output that had finished they are not looked at, and may be left out.
         """
 
     def __init__(
@@ -267,8 +268,8 @@ class RetentionLevel(google.protobuf.message.Message):
     """priority is as retention_priority, in [-100, 100]; INVALID_ARGUMENT beyond."""
     duration_ms: builtins.int
     """duration_ms is for how many milliseconds it holds after each use of the block: a block that has been free for that
-    long falls to what else is asked for it, or to priority 0. At least 0; INVALID_ARGUMENT below. 0 means for as long as
-    the block is cached.
+    long falls to what else is asked for it, or to priority 0. At least 0; INVALID_ARGUMENT below. 0 means for as long
+    as the block is cached.
     """
     def __init__(
         self,
@@ -396,9 +397,7 @@ class SamplingParams(google.protobuf.message.Message):
     [0.0625, 16]. Absent means 1, no penalty.
     """
     presence_penalty: builtins.float
-    """presence_penalty is subtracted from the logit of every token already in the output, in [-2, 2].
-    Absent means 0.
-    """
+    """presence_penalty is subtracted from the logit of every token already in the output, in [-2, 2]. Absent means 0."""
     frequency_penalty: builtins.float
     """frequency_penalty is subtracted from a token's logit once for each time it is in the output, in [-2, 2].
     Absent means 0.
@@ -407,8 +406,8 @@ class SamplingParams(google.protobuf.message.Message):
     """seed makes random sampling repeatable. Absent lets the server draw one for the request."""
     logprobs: builtins.int
     """logprobs asks for the log probability of each produced token and of that many likeliest tokens beside it, 0 to
-    GetModelResponse.max_logprobs. They are taken from the model's own distribution, before penalties, bias and temperature. Absent
-    means none.
+    GetModelResponse.max_logprobs. They are taken from the model's own distribution, before penalties, bias and
+    temperature. Absent means none.
     """
     @property
     def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
@@ -501,8 +500,8 @@ class StoppingParams(google.protobuf.message.Message):
 
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """stop_token_ids end the output as an end-of-sequence token does, each in [0, vocab_size), at most 64. The token itself is in
-        token_ids and usage, its text is not in the text.
+        """stop_token_ids end the output as an end-of-sequence token does, each in [0, vocab_size), at most 64. The token
+        itself is in token_ids and usage, its text is not in the text.
         """
 
     def __init__(
@@ -554,8 +553,8 @@ class GenerateResponse(google.protobuf.message.Message):
     """stop_string is the stop string that was found."""
     index: builtins.int
     """index says which of GenerateRequest.n outputs the piece is of, in [0, n). finish_reason, stop_match and
-    usage.completion_tokens are of that output; usage.prompt_tokens and usage.cached_tokens are of the request, in every
-    output the same and to be counted once.
+    usage.completion_tokens are of that output; usage.prompt_tokens and usage.cached_tokens are of the request, in
+    every output the same and to be counted once.
     """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -737,7 +736,9 @@ class AbortRequest(google.protobuf.message.Message):
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """request_id names a waiting or running request; "id#i" is its output i alone, as ListRequests shows it, for i from 1."""
+    """request_id names a waiting or running request; "id#i" is its output i alone, as ListRequests shows it, for i from
+    1.
+    """
     def __init__(
         self,
         *,
@@ -841,8 +842,8 @@ class GetContractResponse(google.protobuf.message.Message):
 
     CONTRACT_VERSION_FIELD_NUMBER: builtins.int
     contract_version: builtins.int
-    """contract_version is at least 1, and the highest known_since of the contract that the manager was built with. The manager knows every
-    field whose known_since is not above it.
+    """contract_version is at least 1, and the highest known_since of the contract that the manager was built with. The
+    manager knows every field whose known_since is not above it.
     """
     def __init__(
         self,

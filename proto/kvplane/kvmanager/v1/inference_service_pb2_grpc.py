@@ -30,8 +30,9 @@ class InferenceServiceStub(object):
 
     Errors carry google.rpc.ErrorInfo with domain "kvplane". UNAVAILABLE (starting, draining, no executor) and
     RESOURCE_EXHAUSTED (queue full, with RetryInfo) may be tried again; the others may not. A manager with --api-keys
-    wants metadata "authorization: Bearer KEY" with each call of its services: without a key that it knows, UNAUTHENTICATED;
-    with one that is not for the method, PERMISSION_DENIED. The methods of this service are for tenants and operators.
+    wants metadata "authorization: Bearer KEY" with each call of its services: without a key that it knows,
+    UNAUTHENTICATED; with one that is not for the method, PERMISSION_DENIED. The methods of this service are for tenants
+    and operators.
     """
 
     def __init__(self, channel):
@@ -72,16 +73,17 @@ class InferenceServiceServicer(object):
 
     Errors carry google.rpc.ErrorInfo with domain "kvplane". UNAVAILABLE (starting, draining, no executor) and
     RESOURCE_EXHAUSTED (queue full, with RetryInfo) may be tried again; the others may not. A manager with --api-keys
-    wants metadata "authorization: Bearer KEY" with each call of its services: without a key that it knows, UNAUTHENTICATED;
-    with one that is not for the method, PERMISSION_DENIED. The methods of this service are for tenants and operators.
+    wants metadata "authorization: Bearer KEY" with each call of its services: without a key that it knows,
+    UNAUTHENTICATED; with one that is not for the method, PERMISSION_DENIED. The methods of this service are for tenants
+    and operators.
     """
 
     def Generate(self, request, context):
-        """Generate runs one request and streams its output. Cancelling the call, or its deadline, frees the request's
-        blocks at once. Errors: INVALID_ARGUMENT for a bad parameter or a prompt that can never fit, ALREADY_EXISTS
-        for an id in use, NOT_FOUND for an adapter that is not loaded, FAILED_PRECONDITION for what the model has no tokenizer or chat template for, RESOURCE_EXHAUSTED
-        when the queue is full or a lone request outgrew the pool, INTERNAL when the executor could not compute it,
-        UNAVAILABLE.
+        """Generate runs one request and streams its output. Cancelling the call, or its deadline, frees the request's blocks
+        at once. Errors: INVALID_ARGUMENT for a bad parameter or a prompt that can never fit, ALREADY_EXISTS for an id in
+        use, NOT_FOUND for an adapter that is not loaded, FAILED_PRECONDITION for what the model has no tokenizer or chat
+        template for, RESOURCE_EXHAUSTED when the queue is full or a lone request outgrew the pool, INTERNAL when the
+        executor could not compute it, UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -99,9 +101,9 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Abort ends a request, all its outputs. Its stream gets a last message with FINISH_REASON_ABORT for each that has not
-        ended. Errors: NOT_FOUND when no such request is waiting or running, or it is of another tenant than the key that a
-        tenant comes with.
+        """Abort ends a request, all its outputs. Its stream gets a last message with FINISH_REASON_ABORT for each that has
+        not ended. Errors: NOT_FOUND when no such request is waiting or running, or it is of another tenant than the key
+        that a tenant comes with.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -115,8 +117,9 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetContract(self, request, context):
-        """GetContract says which version of this contract the manager has; see known_since. It needs no executor. A manager from
-        before the method, which is version 0, answers UNIMPLEMENTED, or a tenant's key PERMISSION_DENIED, METHOD_FORBIDDEN.
+        """GetContract says which version of this contract the manager has; see known_since. It needs no executor. A manager
+        from before the method, which is version 0, answers UNIMPLEMENTED, or a tenant's key PERMISSION_DENIED,
+        METHOD_FORBIDDEN.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,8 +166,9 @@ class InferenceService(object):
 
     Errors carry google.rpc.ErrorInfo with domain "kvplane". UNAVAILABLE (starting, draining, no executor) and
     RESOURCE_EXHAUSTED (queue full, with RetryInfo) may be tried again; the others may not. A manager with --api-keys
-    wants metadata "authorization: Bearer KEY" with each call of its services: without a key that it knows, UNAUTHENTICATED;
-    with one that is not for the method, PERMISSION_DENIED. The methods of this service are for tenants and operators.
+    wants metadata "authorization: Bearer KEY" with each call of its services: without a key that it knows,
+    UNAUTHENTICATED; with one that is not for the method, PERMISSION_DENIED. The methods of this service are for tenants
+    and operators.
     """
 
     @staticmethod

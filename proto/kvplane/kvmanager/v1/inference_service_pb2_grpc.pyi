@@ -25,8 +25,9 @@ class InferenceServiceStub:
 
     Errors carry google.rpc.ErrorInfo with domain "kvplane". UNAVAILABLE (starting, draining, no executor) and
     RESOURCE_EXHAUSTED (queue full, with RetryInfo) may be tried again; the others may not. A manager with --api-keys
-    wants metadata "authorization: Bearer KEY" with each call of its services: without a key that it knows, UNAUTHENTICATED;
-    with one that is not for the method, PERMISSION_DENIED. The methods of this service are for tenants and operators.
+    wants metadata "authorization: Bearer KEY" with each call of its services: without a key that it knows,
+    UNAUTHENTICATED; with one that is not for the method, PERMISSION_DENIED. The methods of this service are for tenants
+    and operators.
     """
 
     @typing.overload
@@ -34,11 +35,11 @@ class InferenceServiceStub:
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> InferenceServiceAsyncStub: ...
     Generate: grpc.UnaryStreamMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GenerateRequest, kvplane.kvmanager.v1.inference_service_pb2.GenerateResponse]
-    """Generate runs one request and streams its output. Cancelling the call, or its deadline, frees the request's
-    blocks at once. Errors: INVALID_ARGUMENT for a bad parameter or a prompt that can never fit, ALREADY_EXISTS
-    for an id in use, NOT_FOUND for an adapter that is not loaded, FAILED_PRECONDITION for what the model has no tokenizer or chat template for, RESOURCE_EXHAUSTED
-    when the queue is full or a lone request outgrew the pool, INTERNAL when the executor could not compute it,
-    UNAVAILABLE.
+    """Generate runs one request and streams its output. Cancelling the call, or its deadline, frees the request's blocks
+    at once. Errors: INVALID_ARGUMENT for a bad parameter or a prompt that can never fit, ALREADY_EXISTS for an id in
+    use, NOT_FOUND for an adapter that is not loaded, FAILED_PRECONDITION for what the model has no tokenizer or chat
+    template for, RESOURCE_EXHAUSTED when the queue is full or a lone request outgrew the pool, INTERNAL when the
+    executor could not compute it, UNAVAILABLE.
     """
     GenerateMany: grpc.StreamStreamMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GenerateManyRequest, kvplane.kvmanager.v1.inference_service_pb2.GenerateManyResponse]
     """GenerateMany multiplexes any number of requests over one stream: at most one response message per step, however
@@ -48,15 +49,16 @@ class InferenceServiceStub:
     every unfinished request is aborted.
     """
     Abort: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.AbortRequest, kvplane.kvmanager.v1.inference_service_pb2.AbortResponse]
-    """Abort ends a request, all its outputs. Its stream gets a last message with FINISH_REASON_ABORT for each that has not
-    ended. Errors: NOT_FOUND when no such request is waiting or running, or it is of another tenant than the key that a
-    tenant comes with.
+    """Abort ends a request, all its outputs. Its stream gets a last message with FINISH_REASON_ABORT for each that has
+    not ended. Errors: NOT_FOUND when no such request is waiting or running, or it is of another tenant than the key
+    that a tenant comes with.
     """
     GetModel: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GetModelRequest, kvplane.kvmanager.v1.inference_service_pb2.GetModelResponse]
     """GetModel describes the model being served. Errors: UNAVAILABLE before the first executor is ready."""
     GetContract: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GetContractRequest, kvplane.kvmanager.v1.inference_service_pb2.GetContractResponse]
-    """GetContract says which version of this contract the manager has; see known_since. It needs no executor. A manager from
-    before the method, which is version 0, answers UNIMPLEMENTED, or a tenant's key PERMISSION_DENIED, METHOD_FORBIDDEN.
+    """GetContract says which version of this contract the manager has; see known_since. It needs no executor. A manager
+    from before the method, which is version 0, answers UNIMPLEMENTED, or a tenant's key PERMISSION_DENIED,
+    METHOD_FORBIDDEN.
     """
 
 @typing.type_check_only
@@ -65,17 +67,18 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
 
     Errors carry google.rpc.ErrorInfo with domain "kvplane". UNAVAILABLE (starting, draining, no executor) and
     RESOURCE_EXHAUSTED (queue full, with RetryInfo) may be tried again; the others may not. A manager with --api-keys
-    wants metadata "authorization: Bearer KEY" with each call of its services: without a key that it knows, UNAUTHENTICATED;
-    with one that is not for the method, PERMISSION_DENIED. The methods of this service are for tenants and operators.
+    wants metadata "authorization: Bearer KEY" with each call of its services: without a key that it knows,
+    UNAUTHENTICATED; with one that is not for the method, PERMISSION_DENIED. The methods of this service are for tenants
+    and operators.
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     Generate: grpc.aio.UnaryStreamMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GenerateRequest, kvplane.kvmanager.v1.inference_service_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generate runs one request and streams its output. Cancelling the call, or its deadline, frees the request's
-    blocks at once. Errors: INVALID_ARGUMENT for a bad parameter or a prompt that can never fit, ALREADY_EXISTS
-    for an id in use, NOT_FOUND for an adapter that is not loaded, FAILED_PRECONDITION for what the model has no tokenizer or chat template for, RESOURCE_EXHAUSTED
-    when the queue is full or a lone request outgrew the pool, INTERNAL when the executor could not compute it,
-    UNAVAILABLE.
+    """Generate runs one request and streams its output. Cancelling the call, or its deadline, frees the request's blocks
+    at once. Errors: INVALID_ARGUMENT for a bad parameter or a prompt that can never fit, ALREADY_EXISTS for an id in
+    use, NOT_FOUND for an adapter that is not loaded, FAILED_PRECONDITION for what the model has no tokenizer or chat
+    template for, RESOURCE_EXHAUSTED when the queue is full or a lone request outgrew the pool, INTERNAL when the
+    executor could not compute it, UNAVAILABLE.
     """
     GenerateMany: grpc.aio.StreamStreamMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GenerateManyRequest, kvplane.kvmanager.v1.inference_service_pb2.GenerateManyResponse]  # type: ignore[assignment]
     """GenerateMany multiplexes any number of requests over one stream: at most one response message per step, however
@@ -85,15 +88,16 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     every unfinished request is aborted.
     """
     Abort: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.AbortRequest, kvplane.kvmanager.v1.inference_service_pb2.AbortResponse]  # type: ignore[assignment]
-    """Abort ends a request, all its outputs. Its stream gets a last message with FINISH_REASON_ABORT for each that has not
-    ended. Errors: NOT_FOUND when no such request is waiting or running, or it is of another tenant than the key that a
-    tenant comes with.
+    """Abort ends a request, all its outputs. Its stream gets a last message with FINISH_REASON_ABORT for each that has
+    not ended. Errors: NOT_FOUND when no such request is waiting or running, or it is of another tenant than the key
+    that a tenant comes with.
     """
     GetModel: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GetModelRequest, kvplane.kvmanager.v1.inference_service_pb2.GetModelResponse]  # type: ignore[assignment]
     """GetModel describes the model being served. Errors: UNAVAILABLE before the first executor is ready."""
     GetContract: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.inference_service_pb2.GetContractRequest, kvplane.kvmanager.v1.inference_service_pb2.GetContractResponse]  # type: ignore[assignment]
-    """GetContract says which version of this contract the manager has; see known_since. It needs no executor. A manager from
-    before the method, which is version 0, answers UNIMPLEMENTED, or a tenant's key PERMISSION_DENIED, METHOD_FORBIDDEN.
+    """GetContract says which version of this contract the manager has; see known_since. It needs no executor. A manager
+    from before the method, which is version 0, answers UNIMPLEMENTED, or a tenant's key PERMISSION_DENIED,
+    METHOD_FORBIDDEN.
     """
 
 class InferenceServiceServicer(metaclass=abc.ABCMeta):
@@ -101,8 +105,9 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
 
     Errors carry google.rpc.ErrorInfo with domain "kvplane". UNAVAILABLE (starting, draining, no executor) and
     RESOURCE_EXHAUSTED (queue full, with RetryInfo) may be tried again; the others may not. A manager with --api-keys
-    wants metadata "authorization: Bearer KEY" with each call of its services: without a key that it knows, UNAUTHENTICATED;
-    with one that is not for the method, PERMISSION_DENIED. The methods of this service are for tenants and operators.
+    wants metadata "authorization: Bearer KEY" with each call of its services: without a key that it knows,
+    UNAUTHENTICATED; with one that is not for the method, PERMISSION_DENIED. The methods of this service are for tenants
+    and operators.
     """
 
     @abc.abstractmethod
@@ -111,11 +116,11 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         request: kvplane.kvmanager.v1.inference_service_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvplane.kvmanager.v1.inference_service_pb2.GenerateResponse], collections.abc.AsyncIterator[kvplane.kvmanager.v1.inference_service_pb2.GenerateResponse]]:
-        """Generate runs one request and streams its output. Cancelling the call, or its deadline, frees the request's
-        blocks at once. Errors: INVALID_ARGUMENT for a bad parameter or a prompt that can never fit, ALREADY_EXISTS
-        for an id in use, NOT_FOUND for an adapter that is not loaded, FAILED_PRECONDITION for what the model has no tokenizer or chat template for, RESOURCE_EXHAUSTED
-        when the queue is full or a lone request outgrew the pool, INTERNAL when the executor could not compute it,
-        UNAVAILABLE.
+        """Generate runs one request and streams its output. Cancelling the call, or its deadline, frees the request's blocks
+        at once. Errors: INVALID_ARGUMENT for a bad parameter or a prompt that can never fit, ALREADY_EXISTS for an id in
+        use, NOT_FOUND for an adapter that is not loaded, FAILED_PRECONDITION for what the model has no tokenizer or chat
+        template for, RESOURCE_EXHAUSTED when the queue is full or a lone request outgrew the pool, INTERNAL when the
+        executor could not compute it, UNAVAILABLE.
         """
 
     @abc.abstractmethod
@@ -137,9 +142,9 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         request: kvplane.kvmanager.v1.inference_service_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvplane.kvmanager.v1.inference_service_pb2.AbortResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.inference_service_pb2.AbortResponse]]:
-        """Abort ends a request, all its outputs. Its stream gets a last message with FINISH_REASON_ABORT for each that has not
-        ended. Errors: NOT_FOUND when no such request is waiting or running, or it is of another tenant than the key that a
-        tenant comes with.
+        """Abort ends a request, all its outputs. Its stream gets a last message with FINISH_REASON_ABORT for each that has
+        not ended. Errors: NOT_FOUND when no such request is waiting or running, or it is of another tenant than the key
+        that a tenant comes with.
         """
 
     @abc.abstractmethod
@@ -156,8 +161,9 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         request: kvplane.kvmanager.v1.inference_service_pb2.GetContractRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvplane.kvmanager.v1.inference_service_pb2.GetContractResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.inference_service_pb2.GetContractResponse]]:
-        """GetContract says which version of this contract the manager has; see known_since. It needs no executor. A manager from
-        before the method, which is version 0, answers UNIMPLEMENTED, or a tenant's key PERMISSION_DENIED, METHOD_FORBIDDEN.
+        """GetContract says which version of this contract the manager has; see known_since. It needs no executor. A manager
+        from before the method, which is version 0, answers UNIMPLEMENTED, or a tenant's key PERMISSION_DENIED,
+        METHOD_FORBIDDEN.
         """
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

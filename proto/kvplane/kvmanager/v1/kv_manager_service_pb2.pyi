@@ -265,7 +265,8 @@ class GetStatsResponse(google.protobuf.message.Message):
     """swapped_out counts the preemptions that had the request's blocks copied to host memory; the others recompute."""
     swapped_in: builtins.int
     """swapped_in counts how often a request's blocks were copied back. That may be more often than out, for one that is
-    preempted on its return is still in host memory; or less often, for one that finds all in the prefix cache, or ends.
+    preempted on its return is still in host memory; or less often, for one that finds all in the prefix cache, or
+    ends.
     """
     @property
     def pool(self) -> Global___PoolStats:
@@ -362,8 +363,8 @@ class PoolStats(google.protobuf.message.Message):
     PINNED_BLOCKS_FIELD_NUMBER: builtins.int
     GROUP_BLOCK_SIZES_FIELD_NUMBER: builtins.int
     block_size: builtins.int
-    """block_size is tokens per block. Of KV groups with block sizes of their own it is their least common multiple: what is
-    reused of a prefix is a multiple of it.
+    """block_size is tokens per block. Of KV groups with block sizes of their own it is their least common multiple: what
+    is reused of a prefix is a multiple of it.
     """
     num_blocks: builtins.int
     """num_blocks is the number of usable blocks, the null block not counted."""
@@ -381,8 +382,8 @@ class PoolStats(google.protobuf.message.Message):
     """pinned_blocks is how many blocks pins hold."""
     @property
     def group_block_sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """group_block_sizes are tokens per block of each KV group, in the order of RequestInfo.block_tables; of a state, tokens
-        between checkpoints.
+        """group_block_sizes are tokens per block of each KV group, in the order of RequestInfo.block_tables; of a state,
+        tokens between checkpoints.
         """
 
     def __init__(
@@ -568,8 +569,8 @@ class RequestInfo(google.protobuf.message.Message):
     """adapter is the LoRA adapter it runs with. Empty is the model itself."""
     @property
     def block_table(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """block_table lists its block ids in sequence order; for a finished request, those it held at the end. Of a model with
-        several KV groups it is that of the first; block_tables has all.
+        """block_table lists its block ids in sequence order; for a finished request, those it held at the end. Of a model
+        with several KV groups it is that of the first; block_tables has all.
         """
 
     @property
@@ -819,7 +820,9 @@ class WatchKvEventsRequest(google.protobuf.message.Message):
     snapshot.
     """
     log_id: builtins.str
-    """log_id is that of the response from_sequence was taken from. Another run's gets OUT_OF_RANGE. Empty with a snapshot."""
+    """log_id is that of the response from_sequence was taken from. Another run's gets OUT_OF_RANGE. Empty with a
+    snapshot.
+    """
     include_token_ids: builtins.bool
     """include_token_ids adds the tokens of stored blocks: they are what users wrote."""
     include_keys: builtins.bool
@@ -940,8 +943,8 @@ class KvBlockStored(google.protobuf.message.Message):
     parent_block_hash: builtins.bytes
     """parent_block_hash is the chain hash of the block before, of the same group. Empty for a first block."""
     content_id: builtins.int
-    """content_id names the content within its group: tokens in the context of one parent. Several blocks may hold it. It is
-    never given to another content of the group, where a hash comes back when the same tokens are computed again.
+    """content_id names the content within its group: tokens in the context of one parent. Several blocks may hold it. It
+    is never given to another content of the group, where a hash comes back when the same tokens are computed again.
     """
     parent_content_id: builtins.int
     """parent_content_id names the content of the block before. 0 for a first block."""
@@ -951,12 +954,14 @@ class KvBlockStored(google.protobuf.message.Message):
     """medium is where the block lies."""
     @property
     def token_ids(self) -> kvplane.common.v1.common_pb2.Int32Array:
-        """token_ids are the block's tokens, as many as a block of the group has. Absent unless WatchKvEventsRequest.include_token_ids."""
+        """token_ids are the block's tokens, as many as a block of the group has. Absent unless
+        WatchKvEventsRequest.include_token_ids.
+        """
 
     @property
     def keys(self) -> Global___KvBlockKeys:
-        """keys are what decides the K/V of a first block, and so of all that follow it, beside the tokens. Absent for other blocks, for one
-        that only tokens decide, and unless WatchKvEventsRequest.include_keys.
+        """keys are what decides the K/V of a first block, and so of all that follow it, beside the tokens. Absent for other
+        blocks, for one that only tokens decide, and unless WatchKvEventsRequest.include_keys.
         """
 
     def __init__(
@@ -1085,8 +1090,9 @@ class PinPrefixRequest(google.protobuf.message.Message):
     isolates tenants. Empty means what it means in GenerateRequest.
     """
     adapter: builtins.str
-    """adapter is that of the requests which share the prefix: the name of a LoRA adapter that is loaded, at most 256 characters. The
-    pin is of its present weights, and outlives them: unpin it when they are not to come back. Empty is the model itself.
+    """adapter is that of the requests which share the prefix: the name of a LoRA adapter that is loaded, at most 256
+    characters. The pin is of its present weights, and outlives them: unpin it when they are not to come back. Empty is
+    the model itself.
     """
     @property
     def token_ids(self) -> kvplane.kvmanager.v1.inference_service_pb2.TokenIds:
@@ -1160,8 +1166,8 @@ class PinnedPrefix(google.protobuf.message.Message):
     """
     @property
     def keys(self) -> Global___KvBlockKeys:
-        """keys are what requests that share the prefix have in common beside its tokens: salt, tenant, adapter. Absent where tokens
-        alone decide.
+        """keys are what requests that share the prefix have in common beside its tokens: salt, tenant, adapter. Absent where
+        tokens alone decide.
         """
 
     def __init__(

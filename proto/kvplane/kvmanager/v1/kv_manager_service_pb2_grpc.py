@@ -27,8 +27,8 @@ if _version_not_supported:
 
 
 class KvManagerServiceStub(object):
-    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop. A manager
-    with --api-keys serves all of it to operators, and to tenants ListRequests alone.
+    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop. A
+    manager with --api-keys serves all of it to operators, and to tenants ListRequests alone.
     """
 
     def __init__(self, channel):
@@ -120,8 +120,8 @@ class KvManagerServiceStub(object):
 
 
 class KvManagerServiceServicer(object):
-    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop. A manager
-    with --api-keys serves all of it to operators, and to tenants ListRequests alone.
+    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop. A
+    manager with --api-keys serves all of it to operators, and to tenants ListRequests alone.
     """
 
     def GetStats(self, request, context):
@@ -132,9 +132,8 @@ class KvManagerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListRequests(self, request, context):
-        """ListRequests returns waiting and running requests, and on demand those finished lately, oldest arrival first.
-        A tenant's key shows that tenant's.
-        Errors: INVALID_ARGUMENT for a bad page_size or page_token.
+        """ListRequests returns waiting and running requests, and on demand those finished lately, oldest arrival first. A
+        tenant's key shows that tenant's. Errors: INVALID_ARGUMENT for a bad page_size or page_token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -168,15 +167,15 @@ class KvManagerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PinPrefix(self, request, context):
-        """PinPrefix keeps the full blocks of a prefix, such as a system prompt, from eviction until it is unpinned. It computes
-        nothing: the pin holds what is cached of the prefix, and the rest once a request has computed it. It outlives the
-        executor, ResetPrefixCache too, and takes hold again when a request computes the prefix anew; it does not outlive the
-        manager. Before a request that runs alone ends for want of blocks, pins let go of what it lacks. Pinning the same
-        prefix under the same name again changes nothing. Errors: INVALID_ARGUMENT for a bad field or a prefix shorter than a
-        block, NOT_FOUND for an adapter that is not loaded, ALREADY_EXISTS when the name pins another prefix,
-        RESOURCE_EXHAUSTED when pins would name more blocks than the manager's max_pinned_fraction allows or there are 256,
-        FAILED_PRECONDITION when the manager keeps no blocks or the model has no tokenizer for text, UNAVAILABLE before the
-        first executor is ready.
+        """PinPrefix keeps the full blocks of a prefix, such as a system prompt, from eviction until it is unpinned. It
+        computes nothing: the pin holds what is cached of the prefix, and the rest once a request has computed it. It
+        outlives the executor, ResetPrefixCache too, and takes hold again when a request computes the prefix anew; it does
+        not outlive the manager. Before a request that runs alone ends for want of blocks, pins let go of what it lacks.
+        Pinning the same prefix under the same name again changes nothing. Errors: INVALID_ARGUMENT for a bad field or a
+        prefix shorter than a block, NOT_FOUND for an adapter that is not loaded, ALREADY_EXISTS when the name pins another
+        prefix, RESOURCE_EXHAUSTED when pins would name more blocks than the manager's max_pinned_fraction allows or there
+        are 256, FAILED_PRECONDITION when the manager keeps no blocks or the model has no tokenizer for text, UNAVAILABLE
+        before the first executor is ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -198,29 +197,29 @@ class KvManagerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Pins stay and hold nothing
-        until their prefixes are computed again. Errors: FAILED_PRECONDITION while a request holds blocks.
+        """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Pins stay and hold
+        nothing until their prefixes are computed again. Errors: FAILED_PRECONDITION while a request holds blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """LoadAdapter has the executor load a LoRA adapter, for requests to name in GenerateRequest.adapter. Until it is unloaded,
-        each executor that takes over loads it again, and at the same revision. A name that is loaded with the same content gets
-        the same answer again. Errors: INVALID_ARGUMENT for a bad field, a source that the executor cannot read, or an adapter
-        that the model or the executor cannot run; ALREADY_EXISTS for a name that is loaded with other content: unload it
-        first; RESOURCE_EXHAUSTED when the executor has no room for another, FAILED_PRECONDITION when it has room for none;
-        UNAVAILABLE without an executor, or when it is lost meanwhile.
+        """LoadAdapter has the executor load a LoRA adapter, for requests to name in GenerateRequest.adapter. Until it is
+        unloaded, each executor that takes over loads it again, and at the same revision. A name that is loaded with the
+        same content gets the same answer again. Errors: INVALID_ARGUMENT for a bad field, a source that the executor
+        cannot read, or an adapter that the model or the executor cannot run; ALREADY_EXISTS for a name that is loaded with
+        other content: unload it first; RESOURCE_EXHAUSTED when the executor has no room for another, FAILED_PRECONDITION
+        when it has room for none; UNAVAILABLE without an executor, or when it is lost meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """UnloadAdapter takes an adapter away. Its blocks stay cached until they are evicted, and are hit again if it is loaded
-        again with the same content. Errors: INVALID_ARGUMENT for a name that no adapter can have, NOT_FOUND when none is loaded
-        under it, FAILED_PRECONDITION while a request waits or runs with it.
+        """UnloadAdapter takes an adapter away. Its blocks stay cached until they are evicted, and are hit again if it is
+        loaded again with the same content. Errors: INVALID_ARGUMENT for a name that no adapter can have, NOT_FOUND when
+        none is loaded under it, FAILED_PRECONDITION while a request waits or runs with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -257,9 +256,10 @@ class KvManagerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateSequences(self, request, context):
-        """UpdateSequences opens, extends, commits, forks and closes sequences of a pool, many at once: one call a step of the engine.
-        What is wrong with one operation is in its result. Errors of the whole: NOT_FOUND for a pool that is not open or whose
-        lease ran out, ABORTED for a batch_id that is neither the next nor the newest, INVALID_ARGUMENT for too many operations.
+        """UpdateSequences opens, extends, commits, forks and closes sequences of a pool, many at once: one call a step of the
+        engine. What is wrong with one operation is in its result. Errors of the whole: NOT_FOUND for a pool that is not
+        open or whose lease ran out, ABORTED for a batch_id that is neither the next nor the newest, INVALID_ARGUMENT for
+        too many operations.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -357,8 +357,8 @@ def add_KvManagerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvManagerService(object):
-    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop. A manager
-    with --api-keys serves all of it to operators, and to tenants ListRequests alone.
+    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop. A
+    manager with --api-keys serves all of it to operators, and to tenants ListRequests alone.
     """
 
     @staticmethod

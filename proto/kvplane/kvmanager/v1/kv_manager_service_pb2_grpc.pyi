@@ -22,8 +22,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class KvManagerServiceStub:
-    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop. A manager
-    with --api-keys serves all of it to operators, and to tenants ListRequests alone.
+    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop. A
+    manager with --api-keys serves all of it to operators, and to tenants ListRequests alone.
     """
 
     @typing.overload
@@ -33,9 +33,8 @@ class KvManagerServiceStub:
     GetStats: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.GetStatsRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.GetStatsResponse]
     """GetStats returns counters and gauges of the whole manager, all taken at one moment."""
     ListRequests: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListRequestsRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ListRequestsResponse]
-    """ListRequests returns waiting and running requests, and on demand those finished lately, oldest arrival first.
-    A tenant's key shows that tenant's.
-    Errors: INVALID_ARGUMENT for a bad page_size or page_token.
+    """ListRequests returns waiting and running requests, and on demand those finished lately, oldest arrival first. A
+    tenant's key shows that tenant's. Errors: INVALID_ARGUMENT for a bad page_size or page_token.
     """
     ListBlocks: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListBlocksRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ListBlocksResponse]
     """ListBlocks returns blocks by block id. Errors: INVALID_ARGUMENT for a bad page_size or page_token, UNAVAILABLE
@@ -53,15 +52,15 @@ class KvManagerServiceStub:
     a snapshot then; UNAVAILABLE when the manager stops.
     """
     PinPrefix: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.PinPrefixRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.PinPrefixResponse]
-    """PinPrefix keeps the full blocks of a prefix, such as a system prompt, from eviction until it is unpinned. It computes
-    nothing: the pin holds what is cached of the prefix, and the rest once a request has computed it. It outlives the
-    executor, ResetPrefixCache too, and takes hold again when a request computes the prefix anew; it does not outlive the
-    manager. Before a request that runs alone ends for want of blocks, pins let go of what it lacks. Pinning the same
-    prefix under the same name again changes nothing. Errors: INVALID_ARGUMENT for a bad field or a prefix shorter than a
-    block, NOT_FOUND for an adapter that is not loaded, ALREADY_EXISTS when the name pins another prefix,
-    RESOURCE_EXHAUSTED when pins would name more blocks than the manager's max_pinned_fraction allows or there are 256,
-    FAILED_PRECONDITION when the manager keeps no blocks or the model has no tokenizer for text, UNAVAILABLE before the
-    first executor is ready.
+    """PinPrefix keeps the full blocks of a prefix, such as a system prompt, from eviction until it is unpinned. It
+    computes nothing: the pin holds what is cached of the prefix, and the rest once a request has computed it. It
+    outlives the executor, ResetPrefixCache too, and takes hold again when a request computes the prefix anew; it does
+    not outlive the manager. Before a request that runs alone ends for want of blocks, pins let go of what it lacks.
+    Pinning the same prefix under the same name again changes nothing. Errors: INVALID_ARGUMENT for a bad field or a
+    prefix shorter than a block, NOT_FOUND for an adapter that is not loaded, ALREADY_EXISTS when the name pins another
+    prefix, RESOURCE_EXHAUSTED when pins would name more blocks than the manager's max_pinned_fraction allows or there
+    are 256, FAILED_PRECONDITION when the manager keeps no blocks or the model has no tokenizer for text, UNAVAILABLE
+    before the first executor is ready.
     """
     UnpinPrefix: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.UnpinPrefixRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.UnpinPrefixResponse]
     """UnpinPrefix lets go of a prefix. Its blocks stay cached until they are evicted. Errors: INVALID_ARGUMENT for a name
@@ -70,21 +69,21 @@ class KvManagerServiceStub:
     ListPinnedPrefixes: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListPinnedPrefixesRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ListPinnedPrefixesResponse]
     """ListPinnedPrefixes returns all pins in the order they were made: 256 at most."""
     ResetPrefixCache: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ResetPrefixCacheRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ResetPrefixCacheResponse]
-    """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Pins stay and hold nothing
-    until their prefixes are computed again. Errors: FAILED_PRECONDITION while a request holds blocks.
+    """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Pins stay and hold
+    nothing until their prefixes are computed again. Errors: FAILED_PRECONDITION while a request holds blocks.
     """
     LoadAdapter: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.LoadAdapterRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.LoadAdapterResponse]
-    """LoadAdapter has the executor load a LoRA adapter, for requests to name in GenerateRequest.adapter. Until it is unloaded,
-    each executor that takes over loads it again, and at the same revision. A name that is loaded with the same content gets
-    the same answer again. Errors: INVALID_ARGUMENT for a bad field, a source that the executor cannot read, or an adapter
-    that the model or the executor cannot run; ALREADY_EXISTS for a name that is loaded with other content: unload it
-    first; RESOURCE_EXHAUSTED when the executor has no room for another, FAILED_PRECONDITION when it has room for none;
-    UNAVAILABLE without an executor, or when it is lost meanwhile.
+    """LoadAdapter has the executor load a LoRA adapter, for requests to name in GenerateRequest.adapter. Until it is
+    unloaded, each executor that takes over loads it again, and at the same revision. A name that is loaded with the
+    same content gets the same answer again. Errors: INVALID_ARGUMENT for a bad field, a source that the executor
+    cannot read, or an adapter that the model or the executor cannot run; ALREADY_EXISTS for a name that is loaded with
+    other content: unload it first; RESOURCE_EXHAUSTED when the executor has no room for another, FAILED_PRECONDITION
+    when it has room for none; UNAVAILABLE without an executor, or when it is lost meanwhile.
     """
     UnloadAdapter: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.UnloadAdapterRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.UnloadAdapterResponse]
-    """UnloadAdapter takes an adapter away. Its blocks stay cached until they are evicted, and are hit again if it is loaded
-    again with the same content. Errors: INVALID_ARGUMENT for a name that no adapter can have, NOT_FOUND when none is loaded
-    under it, FAILED_PRECONDITION while a request waits or runs with it.
+    """UnloadAdapter takes an adapter away. Its blocks stay cached until they are evicted, and are hit again if it is
+    loaded again with the same content. Errors: INVALID_ARGUMENT for a name that no adapter can have, NOT_FOUND when
+    none is loaded under it, FAILED_PRECONDITION while a request waits or runs with it.
     """
     ListAdapters: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListAdaptersRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ListAdaptersResponse]
     """ListAdapters returns the adapters that requests may name, in the order they were loaded."""
@@ -98,24 +97,24 @@ class KvManagerServiceStub:
     ListPools: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.sequence_pool_pb2.ListPoolsRequest, kvplane.kvmanager.v1.sequence_pool_pb2.ListPoolsResponse]
     """ListPools returns the open pools, in the order they were opened."""
     UpdateSequences: grpc.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.sequence_pool_pb2.UpdateSequencesRequest, kvplane.kvmanager.v1.sequence_pool_pb2.UpdateSequencesResponse]
-    """UpdateSequences opens, extends, commits, forks and closes sequences of a pool, many at once: one call a step of the engine.
-    What is wrong with one operation is in its result. Errors of the whole: NOT_FOUND for a pool that is not open or whose
-    lease ran out, ABORTED for a batch_id that is neither the next nor the newest, INVALID_ARGUMENT for too many operations.
+    """UpdateSequences opens, extends, commits, forks and closes sequences of a pool, many at once: one call a step of the
+    engine. What is wrong with one operation is in its result. Errors of the whole: NOT_FOUND for a pool that is not
+    open or whose lease ran out, ABORTED for a batch_id that is neither the next nor the newest, INVALID_ARGUMENT for
+    too many operations.
     """
 
 @typing.type_check_only
 class KvManagerServiceAsyncStub(KvManagerServiceStub):
-    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop. A manager
-    with --api-keys serves all of it to operators, and to tenants ListRequests alone.
+    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop. A
+    manager with --api-keys serves all of it to operators, and to tenants ListRequests alone.
     """
 
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     GetStats: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.GetStatsRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.GetStatsResponse]  # type: ignore[assignment]
     """GetStats returns counters and gauges of the whole manager, all taken at one moment."""
     ListRequests: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListRequestsRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ListRequestsResponse]  # type: ignore[assignment]
-    """ListRequests returns waiting and running requests, and on demand those finished lately, oldest arrival first.
-    A tenant's key shows that tenant's.
-    Errors: INVALID_ARGUMENT for a bad page_size or page_token.
+    """ListRequests returns waiting and running requests, and on demand those finished lately, oldest arrival first. A
+    tenant's key shows that tenant's. Errors: INVALID_ARGUMENT for a bad page_size or page_token.
     """
     ListBlocks: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListBlocksRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ListBlocksResponse]  # type: ignore[assignment]
     """ListBlocks returns blocks by block id. Errors: INVALID_ARGUMENT for a bad page_size or page_token, UNAVAILABLE
@@ -133,15 +132,15 @@ class KvManagerServiceAsyncStub(KvManagerServiceStub):
     a snapshot then; UNAVAILABLE when the manager stops.
     """
     PinPrefix: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.PinPrefixRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.PinPrefixResponse]  # type: ignore[assignment]
-    """PinPrefix keeps the full blocks of a prefix, such as a system prompt, from eviction until it is unpinned. It computes
-    nothing: the pin holds what is cached of the prefix, and the rest once a request has computed it. It outlives the
-    executor, ResetPrefixCache too, and takes hold again when a request computes the prefix anew; it does not outlive the
-    manager. Before a request that runs alone ends for want of blocks, pins let go of what it lacks. Pinning the same
-    prefix under the same name again changes nothing. Errors: INVALID_ARGUMENT for a bad field or a prefix shorter than a
-    block, NOT_FOUND for an adapter that is not loaded, ALREADY_EXISTS when the name pins another prefix,
-    RESOURCE_EXHAUSTED when pins would name more blocks than the manager's max_pinned_fraction allows or there are 256,
-    FAILED_PRECONDITION when the manager keeps no blocks or the model has no tokenizer for text, UNAVAILABLE before the
-    first executor is ready.
+    """PinPrefix keeps the full blocks of a prefix, such as a system prompt, from eviction until it is unpinned. It
+    computes nothing: the pin holds what is cached of the prefix, and the rest once a request has computed it. It
+    outlives the executor, ResetPrefixCache too, and takes hold again when a request computes the prefix anew; it does
+    not outlive the manager. Before a request that runs alone ends for want of blocks, pins let go of what it lacks.
+    Pinning the same prefix under the same name again changes nothing. Errors: INVALID_ARGUMENT for a bad field or a
+    prefix shorter than a block, NOT_FOUND for an adapter that is not loaded, ALREADY_EXISTS when the name pins another
+    prefix, RESOURCE_EXHAUSTED when pins would name more blocks than the manager's max_pinned_fraction allows or there
+    are 256, FAILED_PRECONDITION when the manager keeps no blocks or the model has no tokenizer for text, UNAVAILABLE
+    before the first executor is ready.
     """
     UnpinPrefix: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.UnpinPrefixRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.UnpinPrefixResponse]  # type: ignore[assignment]
     """UnpinPrefix lets go of a prefix. Its blocks stay cached until they are evicted. Errors: INVALID_ARGUMENT for a name
@@ -150,21 +149,21 @@ class KvManagerServiceAsyncStub(KvManagerServiceStub):
     ListPinnedPrefixes: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListPinnedPrefixesRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ListPinnedPrefixesResponse]  # type: ignore[assignment]
     """ListPinnedPrefixes returns all pins in the order they were made: 256 at most."""
     ResetPrefixCache: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ResetPrefixCacheRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
-    """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Pins stay and hold nothing
-    until their prefixes are computed again. Errors: FAILED_PRECONDITION while a request holds blocks.
+    """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Pins stay and hold
+    nothing until their prefixes are computed again. Errors: FAILED_PRECONDITION while a request holds blocks.
     """
     LoadAdapter: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.LoadAdapterRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.LoadAdapterResponse]  # type: ignore[assignment]
-    """LoadAdapter has the executor load a LoRA adapter, for requests to name in GenerateRequest.adapter. Until it is unloaded,
-    each executor that takes over loads it again, and at the same revision. A name that is loaded with the same content gets
-    the same answer again. Errors: INVALID_ARGUMENT for a bad field, a source that the executor cannot read, or an adapter
-    that the model or the executor cannot run; ALREADY_EXISTS for a name that is loaded with other content: unload it
-    first; RESOURCE_EXHAUSTED when the executor has no room for another, FAILED_PRECONDITION when it has room for none;
-    UNAVAILABLE without an executor, or when it is lost meanwhile.
+    """LoadAdapter has the executor load a LoRA adapter, for requests to name in GenerateRequest.adapter. Until it is
+    unloaded, each executor that takes over loads it again, and at the same revision. A name that is loaded with the
+    same content gets the same answer again. Errors: INVALID_ARGUMENT for a bad field, a source that the executor
+    cannot read, or an adapter that the model or the executor cannot run; ALREADY_EXISTS for a name that is loaded with
+    other content: unload it first; RESOURCE_EXHAUSTED when the executor has no room for another, FAILED_PRECONDITION
+    when it has room for none; UNAVAILABLE without an executor, or when it is lost meanwhile.
     """
     UnloadAdapter: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.UnloadAdapterRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    """UnloadAdapter takes an adapter away. Its blocks stay cached until they are evicted, and are hit again if it is loaded
-    again with the same content. Errors: INVALID_ARGUMENT for a name that no adapter can have, NOT_FOUND when none is loaded
-    under it, FAILED_PRECONDITION while a request waits or runs with it.
+    """UnloadAdapter takes an adapter away. Its blocks stay cached until they are evicted, and are hit again if it is
+    loaded again with the same content. Errors: INVALID_ARGUMENT for a name that no adapter can have, NOT_FOUND when
+    none is loaded under it, FAILED_PRECONDITION while a request waits or runs with it.
     """
     ListAdapters: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListAdaptersRequest, kvplane.kvmanager.v1.kv_manager_service_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """ListAdapters returns the adapters that requests may name, in the order they were loaded."""
@@ -178,14 +177,15 @@ class KvManagerServiceAsyncStub(KvManagerServiceStub):
     ListPools: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.sequence_pool_pb2.ListPoolsRequest, kvplane.kvmanager.v1.sequence_pool_pb2.ListPoolsResponse]  # type: ignore[assignment]
     """ListPools returns the open pools, in the order they were opened."""
     UpdateSequences: grpc.aio.UnaryUnaryMultiCallable[kvplane.kvmanager.v1.sequence_pool_pb2.UpdateSequencesRequest, kvplane.kvmanager.v1.sequence_pool_pb2.UpdateSequencesResponse]  # type: ignore[assignment]
-    """UpdateSequences opens, extends, commits, forks and closes sequences of a pool, many at once: one call a step of the engine.
-    What is wrong with one operation is in its result. Errors of the whole: NOT_FOUND for a pool that is not open or whose
-    lease ran out, ABORTED for a batch_id that is neither the next nor the newest, INVALID_ARGUMENT for too many operations.
+    """UpdateSequences opens, extends, commits, forks and closes sequences of a pool, many at once: one call a step of the
+    engine. What is wrong with one operation is in its result. Errors of the whole: NOT_FOUND for a pool that is not
+    open or whose lease ran out, ABORTED for a batch_id that is neither the next nor the newest, INVALID_ARGUMENT for
+    too many operations.
     """
 
 class KvManagerServiceServicer(metaclass=abc.ABCMeta):
-    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop. A manager
-    with --api-keys serves all of it to operators, and to tenants ListRequests alone.
+    """KvManagerService shows and steers the block pool, and keeps block tables for engines that run their own loop. A
+    manager with --api-keys serves all of it to operators, and to tenants ListRequests alone.
     """
 
     @abc.abstractmethod
@@ -202,9 +202,8 @@ class KvManagerServiceServicer(metaclass=abc.ABCMeta):
         request: kvplane.kvmanager.v1.kv_manager_service_pb2.ListRequestsRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvplane.kvmanager.v1.kv_manager_service_pb2.ListRequestsResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.kv_manager_service_pb2.ListRequestsResponse]]:
-        """ListRequests returns waiting and running requests, and on demand those finished lately, oldest arrival first.
-        A tenant's key shows that tenant's.
-        Errors: INVALID_ARGUMENT for a bad page_size or page_token.
+        """ListRequests returns waiting and running requests, and on demand those finished lately, oldest arrival first. A
+        tenant's key shows that tenant's. Errors: INVALID_ARGUMENT for a bad page_size or page_token.
         """
 
     @abc.abstractmethod
@@ -246,15 +245,15 @@ class KvManagerServiceServicer(metaclass=abc.ABCMeta):
         request: kvplane.kvmanager.v1.kv_manager_service_pb2.PinPrefixRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvplane.kvmanager.v1.kv_manager_service_pb2.PinPrefixResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.kv_manager_service_pb2.PinPrefixResponse]]:
-        """PinPrefix keeps the full blocks of a prefix, such as a system prompt, from eviction until it is unpinned. It computes
-        nothing: the pin holds what is cached of the prefix, and the rest once a request has computed it. It outlives the
-        executor, ResetPrefixCache too, and takes hold again when a request computes the prefix anew; it does not outlive the
-        manager. Before a request that runs alone ends for want of blocks, pins let go of what it lacks. Pinning the same
-        prefix under the same name again changes nothing. Errors: INVALID_ARGUMENT for a bad field or a prefix shorter than a
-        block, NOT_FOUND for an adapter that is not loaded, ALREADY_EXISTS when the name pins another prefix,
-        RESOURCE_EXHAUSTED when pins would name more blocks than the manager's max_pinned_fraction allows or there are 256,
-        FAILED_PRECONDITION when the manager keeps no blocks or the model has no tokenizer for text, UNAVAILABLE before the
-        first executor is ready.
+        """PinPrefix keeps the full blocks of a prefix, such as a system prompt, from eviction until it is unpinned. It
+        computes nothing: the pin holds what is cached of the prefix, and the rest once a request has computed it. It
+        outlives the executor, ResetPrefixCache too, and takes hold again when a request computes the prefix anew; it does
+        not outlive the manager. Before a request that runs alone ends for want of blocks, pins let go of what it lacks.
+        Pinning the same prefix under the same name again changes nothing. Errors: INVALID_ARGUMENT for a bad field or a
+        prefix shorter than a block, NOT_FOUND for an adapter that is not loaded, ALREADY_EXISTS when the name pins another
+        prefix, RESOURCE_EXHAUSTED when pins would name more blocks than the manager's max_pinned_fraction allows or there
+        are 256, FAILED_PRECONDITION when the manager keeps no blocks or the model has no tokenizer for text, UNAVAILABLE
+        before the first executor is ready.
         """
 
     @abc.abstractmethod
@@ -281,8 +280,8 @@ class KvManagerServiceServicer(metaclass=abc.ABCMeta):
         request: kvplane.kvmanager.v1.kv_manager_service_pb2.ResetPrefixCacheRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvplane.kvmanager.v1.kv_manager_service_pb2.ResetPrefixCacheResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.kv_manager_service_pb2.ResetPrefixCacheResponse]]:
-        """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Pins stay and hold nothing
-        until their prefixes are computed again. Errors: FAILED_PRECONDITION while a request holds blocks.
+        """ResetPrefixCache forgets every cached hash, so that nothing computed so far can be a hit. Pins stay and hold
+        nothing until their prefixes are computed again. Errors: FAILED_PRECONDITION while a request holds blocks.
         """
 
     @abc.abstractmethod
@@ -291,12 +290,12 @@ class KvManagerServiceServicer(metaclass=abc.ABCMeta):
         request: kvplane.kvmanager.v1.kv_manager_service_pb2.LoadAdapterRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvplane.kvmanager.v1.kv_manager_service_pb2.LoadAdapterResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.kv_manager_service_pb2.LoadAdapterResponse]]:
-        """LoadAdapter has the executor load a LoRA adapter, for requests to name in GenerateRequest.adapter. Until it is unloaded,
-        each executor that takes over loads it again, and at the same revision. A name that is loaded with the same content gets
-        the same answer again. Errors: INVALID_ARGUMENT for a bad field, a source that the executor cannot read, or an adapter
-        that the model or the executor cannot run; ALREADY_EXISTS for a name that is loaded with other content: unload it
-        first; RESOURCE_EXHAUSTED when the executor has no room for another, FAILED_PRECONDITION when it has room for none;
-        UNAVAILABLE without an executor, or when it is lost meanwhile.
+        """LoadAdapter has the executor load a LoRA adapter, for requests to name in GenerateRequest.adapter. Until it is
+        unloaded, each executor that takes over loads it again, and at the same revision. A name that is loaded with the
+        same content gets the same answer again. Errors: INVALID_ARGUMENT for a bad field, a source that the executor
+        cannot read, or an adapter that the model or the executor cannot run; ALREADY_EXISTS for a name that is loaded with
+        other content: unload it first; RESOURCE_EXHAUSTED when the executor has no room for another, FAILED_PRECONDITION
+        when it has room for none; UNAVAILABLE without an executor, or when it is lost meanwhile.
         """
 
     @abc.abstractmethod
@@ -305,9 +304,9 @@ class KvManagerServiceServicer(metaclass=abc.ABCMeta):
         request: kvplane.kvmanager.v1.kv_manager_service_pb2.UnloadAdapterRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvplane.kvmanager.v1.kv_manager_service_pb2.UnloadAdapterResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.kv_manager_service_pb2.UnloadAdapterResponse]]:
-        """UnloadAdapter takes an adapter away. Its blocks stay cached until they are evicted, and are hit again if it is loaded
-        again with the same content. Errors: INVALID_ARGUMENT for a name that no adapter can have, NOT_FOUND when none is loaded
-        under it, FAILED_PRECONDITION while a request waits or runs with it.
+        """UnloadAdapter takes an adapter away. Its blocks stay cached until they are evicted, and are hit again if it is
+        loaded again with the same content. Errors: INVALID_ARGUMENT for a name that no adapter can have, NOT_FOUND when
+        none is loaded under it, FAILED_PRECONDITION while a request waits or runs with it.
         """
 
     @abc.abstractmethod
@@ -351,9 +350,10 @@ class KvManagerServiceServicer(metaclass=abc.ABCMeta):
         request: kvplane.kvmanager.v1.sequence_pool_pb2.UpdateSequencesRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvplane.kvmanager.v1.sequence_pool_pb2.UpdateSequencesResponse, collections.abc.Awaitable[kvplane.kvmanager.v1.sequence_pool_pb2.UpdateSequencesResponse]]:
-        """UpdateSequences opens, extends, commits, forks and closes sequences of a pool, many at once: one call a step of the engine.
-        What is wrong with one operation is in its result. Errors of the whole: NOT_FOUND for a pool that is not open or whose
-        lease ran out, ABORTED for a batch_id that is neither the next nor the newest, INVALID_ARGUMENT for too many operations.
+        """UpdateSequences opens, extends, commits, forks and closes sequences of a pool, many at once: one call a step of the
+        engine. What is wrong with one operation is in its result. Errors of the whole: NOT_FOUND for a pool that is not
+        open or whose lease ran out, ABORTED for a batch_id that is neither the next nor the newest, INVALID_ARGUMENT for
+        too many operations.
         """
 
 def add_KvManagerServiceServicer_to_server(servicer: KvManagerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -65,7 +65,9 @@ class OpenPoolRequest(google.protobuf.message.Message):
     disable_prefix_caching: builtins.bool
     """disable_prefix_caching keeps no block for later sequences."""
     eviction_policy: builtins.str
-    """eviction_policy is which cached block gives way first: a name that the manager's --eviction-policy takes. Empty means lru."""
+    """eviction_policy is which cached block gives way first: a name that the manager's --eviction-policy takes. Empty
+    means lru.
+    """
     lease_ms: builtins.int
     """lease_ms is how long the pool outlives the engine's last call, in milliseconds. 1,000 to 3,600,000; 0 means 60,000."""
     def __init__(
@@ -212,8 +214,8 @@ class SequencePoolInfo(google.protobuf.message.Message):
     last_batch_id: builtins.int
     """last_batch_id is the newest batch applied, 0 before the first."""
     max_spans: builtins.int
-    """max_spans is the most TokenSpans that a sequence may have. 0 is a manager that knows none and would ignore them: an engine must
-    not send it any, or sequences would share K/V that is not the same.
+    """max_spans is the most TokenSpans that a sequence may have. 0 is a manager that knows none and would ignore them: an
+    engine must not send it any, or sequences would share K/V that is not the same.
     """
     isolate_tenants: builtins.bool
     """isolate_tenants says whether only sequences of one tenant share cached blocks: the manager's --isolate-tenants."""
@@ -256,9 +258,9 @@ class UpdateSequencesRequest(google.protobuf.message.Message):
     """
     @property
     def operations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SequenceOperation]:
-        """operations are applied one after the other, at most 16,384. One that is refused stops no other, and has changed nothing but for
-        what an extend committed first. Once the results take 4 MiB, what would be answered with a table is refused with
-        RESOURCE_EXHAUSTED, BATCH_TOO_LARGE, and is for the next batch.
+        """operations are applied one after the other, at most 16,384. One that is refused stops no other, and has changed
+        nothing but for what an extend committed first. Once the results take 4 MiB, what would be answered with a table is
+        refused with RESOURCE_EXHAUSTED, BATCH_TOO_LARGE, and is for the next batch.
         """
 
     def __init__(
@@ -325,10 +327,10 @@ Global___SequenceOperation: typing_extensions.TypeAlias = SequenceOperation
 
 @typing.final
 class TokenSpan(google.protobuf.message.Message):
-    """TokenSpan says what tokens of a sequence stand for where their ids do not: the placeholders of two images are the same. Blocks with
-    any of its tokens, and all after them, are hit only by a sequence with the same span at the same offset; blocks before it by any with
-    the same tokens. The spans of one message come in order of their offsets and do not overlap; else, and for every violation below,
-    the operation gets INVALID_ARGUMENT.
+    """TokenSpan says what tokens of a sequence stand for where their ids do not: the placeholders of two images are the
+    same. Blocks with any of its tokens, and all after them, are hit only by a sequence with the same span at the same
+    offset; blocks before it by any with the same tokens. The spans of one message come in order of their offsets and do
+    not overlap; else, and for every violation below, the operation gets INVALID_ARGUMENT.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -340,12 +342,13 @@ class TokenSpan(google.protobuf.message.Message):
     kind: Global___TokenSpanKind.ValueType
     """kind is what they stand for. Two kinds share nothing, whatever their digests."""
     digest: builtins.bytes
-    """digest is a hash of the content that nobody can make collide, such as SHA-256: an equal digest is taken for equal content. It covers
-    all that decides the content's K/V beside the model, such as an image's resolution. 16 to 64 bytes.
+    """digest is a hash of the content that nobody can make collide, such as SHA-256: an equal digest is taken for equal
+    content. It covers all that decides the content's K/V beside the model, such as an image's resolution. 16 to 64
+    bytes.
     """
     offset: builtins.int
-    """offset is the position of the span's first token in the sequence, counted from 0. At least that of the first token that the
-    message brings, and the end of the span before.
+    """offset is the position of the span's first token in the sequence, counted from 0. At least that of the first token
+    that the message brings, and the end of the span before.
     """
     length: builtins.int
     """length is how many tokens it covers, at least 1. All of them are in the message's token_ids."""
@@ -364,10 +367,10 @@ Global___TokenSpan: typing_extensions.TypeAlias = TokenSpan
 
 @typing.final
 class OpenSequence(google.protobuf.message.Message):
-    """OpenSequence begins a sequence: its longest cached prefix is found, and blocks for the rest are taken. One that is longer than
-    the whole pool gets INVALID_ARGUMENT, SEQUENCE_TOO_LONG. A pool has at most as many sequences as blocks (without the null block),
-    and 16 times as many entries in all block tables together, where each span of a sequence counts as 3; beyond that open gets
-    RESOURCE_EXHAUSTED, TOO_MANY_SEQUENCES.
+    """OpenSequence begins a sequence: its longest cached prefix is found, and blocks for the rest are taken. One that is
+    longer than the whole pool gets INVALID_ARGUMENT, SEQUENCE_TOO_LONG. A pool has at most as many sequences as blocks
+    (without the null block), and 16 times as many entries in all block tables together, where each span of a sequence
+    counts as 3; beyond that open gets RESOURCE_EXHAUSTED, TOO_MANY_SEQUENCES.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -395,12 +398,13 @@ class OpenSequence(google.protobuf.message.Message):
     lora_revision: builtins.str
     """lora_revision names the adapter's weights, at most 256 characters."""
     is_resumed: builtins.bool
-    """is_resumed says that the sequence was open before and had to give way. What it finds then is mostly its own, so its tokens are
-    counted neither in prefix_queries nor in prefix_hits: those are of first lookups. It changes nothing else.
+    """is_resumed says that the sequence was open before and had to give way. What it finds then is mostly its own, so its
+    tokens are counted neither in prefix_queries nor in prefix_hits: those are of first lookups. It changes nothing
+    else.
     """
     tenant: builtins.str
-    """tenant is whose sequence it is, at most 256 characters. It counts only where the manager isolates tenants: then only sequences of
-    the same tenant share blocks. Empty means what it means in GenerateRequest.
+    """tenant is whose sequence it is, at most 256 characters. It counts only where the manager isolates tenants: then
+    only sequences of the same tenant share blocks. Empty means what it means in GenerateRequest.
     """
     @property
     def token_ids(self) -> kvplane.common.v1.common_pb2.Int32Array:
@@ -408,8 +412,8 @@ class OpenSequence(google.protobuf.message.Message):
 
     @property
     def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenSpan]:
-        """spans are what tokens stand for beside their ids; at most SequencePoolInfo.max_spans. What the cache holds may end within one. A
-        sequence that is resumed has all that it had.
+        """spans are what tokens stand for beside their ids; at most SequencePoolInfo.max_spans. What the cache holds may end
+        within one. A sequence that is resumed has all that it had.
         """
 
     def __init__(
@@ -436,8 +440,8 @@ Global___OpenSequence: typing_extensions.TypeAlias = OpenSequence
 @typing.final
 class ExtendSequence(google.protobuf.message.Message):
     """ExtendSequence makes a table hold more tokens, and the slots from the sequence's num_computed_tokens on its own: a
-    block that is about to be written and that another sequence holds, too, is copied first. A sequence that outgrows the whole pool
-    gets RESOURCE_EXHAUSTED, POOL_EXHAUSTED: unlike in open, no value is at fault.
+    block that is about to be written and that another sequence holds, too, is copied first. A sequence that outgrows the
+    whole pool gets RESOURCE_EXHAUSTED, POOL_EXHAUSTED: unlike in open, no value is at fault.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -452,8 +456,9 @@ class ExtendSequence(google.protobuf.message.Message):
     num_slots: builtins.int
     """num_slots is how many tokens the table must hold. 0 means all known ones."""
     num_computed_tokens: builtins.int
-    """num_computed_tokens commits first, as CommitSequence does. That stands whatever becomes of the rest: if blocks run short then,
-    and if it is refused. A commit that is refused itself has changed nothing, and nothing is extended. 0 commits nothing.
+    """num_computed_tokens commits first, as CommitSequence does. That stands whatever becomes of the rest: if blocks run
+    short then, and if it is refused. A commit that is refused itself has changed nothing, and nothing is extended. 0
+    commits nothing.
     """
     @property
     def token_ids(self) -> kvplane.common.v1.common_pb2.Int32Array:
@@ -461,8 +466,8 @@ class ExtendSequence(google.protobuf.message.Message):
 
     @property
     def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenSpan]:
-        """spans are what these token_ids stand for, such as an image in a later turn of a chat. With those before them at most
-        SequencePoolInfo.max_spans; TOO_MANY_SEQUENCES as for open.
+        """spans are what these token_ids stand for, such as an image in a later turn of a chat. With those before them at
+        most SequencePoolInfo.max_spans; TOO_MANY_SEQUENCES as for open.
         """
 
     def __init__(
@@ -483,7 +488,9 @@ Global___ExtendSequence: typing_extensions.TypeAlias = ExtendSequence
 
 @typing.final
 class CommitSequence(google.protobuf.message.Message):
-    """CommitSequence says up to where the engine's memory holds the sequence. Blocks that are full of it can be hit from now on."""
+    """CommitSequence says up to where the engine's memory holds the sequence. Blocks that are full of it can be hit from
+    now on.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -506,9 +513,9 @@ Global___CommitSequence: typing_extensions.TypeAlias = CommitSequence
 
 @typing.final
 class ForkSequence(google.protobuf.message.Message):
-    """ForkSequence begins a sequence that shares the blocks of another one, and has its adapter, salt, tenant and the spans of the tokens
-    they have in common. Nothing is copied until one of them extends; the slots that either holds beyond num_tokens are not its own until
-    it does. TOO_MANY_SEQUENCES as for open.
+    """ForkSequence begins a sequence that shares the blocks of another one, and has its adapter, salt, tenant and the spans
+    of the tokens they have in common. Nothing is copied until one of them extends; the slots that either holds beyond
+    num_tokens are not its own until it does. TOO_MANY_SEQUENCES as for open.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -522,8 +529,8 @@ class ForkSequence(google.protobuf.message.Message):
     new_sequence_id: builtins.str
     """new_sequence_id names the branch, 1 to 128 characters."""
     num_tokens: builtins.int
-    """num_tokens is how many tokens they have in common: at most what was committed. 0 means all that was. One that ends within a span
-    gets INVALID_ARGUMENT: nothing could follow but the rest of it.
+    """num_tokens is how many tokens they have in common: at most what was committed. 0 means all that was. One that ends
+    within a span gets INVALID_ARGUMENT: nothing could follow but the rest of it.
     """
     priority: builtins.int
     """priority is the branch's, as in OpenSequence."""
@@ -673,8 +680,8 @@ Global___SequenceTable: typing_extensions.TypeAlias = SequenceTable
 
 @typing.final
 class BlockShortage(google.protobuf.message.Message):
-    """BlockShortage is advice on whom to preempt. Close those sequences, ask again, and open them anew later, with is_resumed:
-    what they held stays cached as long as there is room.
+    """BlockShortage is advice on whom to preempt. Close those sequences, ask again, and open them anew later, with
+    is_resumed: what they held stays cached as long as there is room.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -688,9 +695,9 @@ class BlockShortage(google.protobuf.message.Message):
     """free_blocks is how many are free."""
     @property
     def victim_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """victim_ids are open sequences that should give way, first to last, and that together free enough, and not without any of them. Empty means that none should:
-        the sequence itself comes last, or those behind it (4,096 at most are looked at) do not free enough. Wait until another one
-        closes, or close it when it is open.
+        """victim_ids are open sequences that should give way, first to last, and that together free enough, and not without
+        any of them. Empty means that none should: the sequence itself comes last, or those behind it (4,096 at most are
+        looked at) do not free enough. Wait until another one closes, or close it when it is open.
         """
 
     def __init__(
