@@ -1,7 +1,7 @@
 """Memory in pages of 2 MB on a CPU, for what is read from end to end in every step: packed weights and K/V.
 
-Station: `native.ops` lays weights out in an arena; `kv_cache` asks for huge pages for its tensors. It knows addresses
-and Linux, and nothing of what lies there.
+Station: `native.ops` lays weights out in an arena; `mapped_memory` and `fused_stack` ask for huge pages. It
+knows addresses and Linux, and nothing of what lies there.
 
 Why: with pages of 4 KB a core reads memory in order at 16 GB/s on the machine of docs/performance.md, with pages of
 2 MB at 27: the hardware fetches ahead within a page only. A decode step of few rows is nothing but reading.

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 
+import hypothesis
 import pytest
 
 from kvmanager_service.core import is_compiled
@@ -17,6 +18,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 # A run that a script has put into the background ignores an interrupt, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Hypothesis fails an example that takes 0.2 s; tests here assert no times, on a busy machine least of all.
+hypothesis.settings.register_profile("unhurried", hypothesis.settings())
+hypothesis.settings.load_profile("unhurried")
 
 
 def pytest_report_header() -> str:

@@ -129,6 +129,7 @@ class TorchBackend(Backend):
         """Run one step; see the base class."""
         model = self._ready()
         memory = self._ready_memory()
+        memory.note_step()
         try:
             return model.run(batch, memory.cache)
         except _FAILURES as error:

@@ -220,7 +220,7 @@ def test_execute_damaged_step_never_breaks_the_executor(max_examples):
         server, channel = runner.run(start())
 
         @given(DAMAGE)
-        @settings(deadline=None, max_examples=max_examples)
+        @settings(max_examples=max_examples)
         def fuzz(damages):
             runner.run(run_damaged(ExecutorClient(channel), backend, damages))
 

@@ -711,4 +711,4 @@ TestLFUPoolMachine = LFUPoolMachine.TestCase
 TestFIFOPoolMachine = FIFOPoolMachine.TestCase
 TestPriorityPoolMachine = PriorityPoolMachine.TestCase
 for test_case in (TestPoolMachine, TestLFUPoolMachine, TestFIFOPoolMachine, TestPriorityPoolMachine):
-    test_case.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+    test_case.settings = settings(max_examples=150, stateful_step_count=40)

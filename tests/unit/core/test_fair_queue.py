@@ -297,7 +297,7 @@ def served_by_hand(scheduler: Scheduler, tenants: dict[str, str], got: Counter[s
         got[tenants[output.request_id]] += 2 * len(output.token_ids)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32),
     longest_prompt=st.integers(1, 60),

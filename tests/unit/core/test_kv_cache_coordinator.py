@@ -592,7 +592,7 @@ class NaiveComparison:
             self.kv.free(self.running.pop())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(group_mixes(), st.integers(12, 60), st.integers(1, 9), OPERATIONS)
 def test_coordinator_any_groups_and_requests_agree_with_the_naive_model(
     groups: list[KVGroup], num_blocks: int, longest_chunk: int, operations: list[tuple[str, int]]

@@ -382,7 +382,7 @@ class NaiveCache:
         )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32))
 def test_priority_policy_random_requests_ranges_and_waits_is_the_naive_rule(seed: int) -> None:
     rng = random.Random(seed)

@@ -10,12 +10,13 @@ import pytest
 import structlog
 import torch
 
-from executor_service import mapped_memory
+from executor_service import kv_memory, mapped_memory
+from executor_service.backends.base import NotEnoughMemoryError
 from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.kernels.torch_paged import TorchKernels
 from executor_service.kv_cache import KvLayout
 from executor_service.kv_memory import KvMemory
-from executor_service.mapped_memory import Filling, map_zeros
+from executor_service.mapped_memory import Filling, forget, map_zeros
 from executor_service.memory_profiler import resident_bytes
 
 MIB = 1024 * 1024
@@ -89,6 +90,55 @@ def test_a_filling_stops_between_two_parts(monkeypatch: pytest.MonkeyPatch) -> N
     assert parts == [(0, 1), (0, MIB // 16), (0, MIB // 16)]
 
 
+def test_a_filling_takes_a_fifth_of_a_cpu_while_steps_run_and_all_of_it_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10_000))  # each look at it is a second later
+    rests: list[float] = []
+    monkeypatch.setattr(mapped_memory, "_populate", lambda *_: 0)
+    monkeypatch.setattr(mapped_memory.time, "monotonic", lambda: float(next(clock)))
+    filling = Filling([])
+    monkeypatch.setattr(filling._is_stopped, "wait", rests.append)
+    filling._tensors = [torch.zeros(16, dtype=torch.uint8)]
+    filling._run()
+    assert rests == [0.0] * 16
+    rests.clear()
+    filling._tensors = [torch.zeros(16, dtype=torch.uint8)]
+    filling._last_step = 1e6  # later than all of these
+    filling._run()
+    assert rests == [4.0] * 16
+
+
+def test_a_step_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    filling = Filling([])
+    monkeypatch.setattr(mapped_memory.time, "monotonic", lambda: 7.0)
+    filling.give_way()
+    assert filling._last_step == 7.0
+
+
+def test_forgotten_memory_is_zeros_and_gives_its_pages_back() -> None:
+    first, second = map_zeros([(32 * MIB + 5,), (32 * MIB,)], torch.uint8)
+    first.fill_(1)
+    second.fill_(2)
+    before = resident_bytes()
+    forget(first)
+    assert before - resident_bytes() > 0.9 * 32 * MIB
+    assert not first.any()
+    assert bool((second == 2).all())
+    forget(first[:0])
+
+
+def test_memory_that_is_not_there_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_memory, "_populate", lambda *_: errno.ENOMEM)
+    with pytest.raises(RuntimeError, match=r"first page .* Cannot allocate memory"):
+        Filling(map_zeros([(MIB,)], torch.uint8))
+
+
+def test_a_kernel_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = iter([errno.EAGAIN, errno.EAGAIN, 0])
+    monkeypatch.setattr(mapped_memory, "_advise", lambda *_: next(codes))
+    assert mapped_memory._populate(torch.zeros(1), 0, 1) == 0
+    assert next(codes, None) is None
+
+
 def test_an_old_kernel_has_it_resident_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped_memory, "_populate", lambda *_: errno.EINVAL)
     before = resident_bytes()
@@ -118,3 +168,30 @@ def test_kv_memory_becomes_resident_with_its_host_blocks_and_goes_when_closed() 
     del memory
     gc.collect()
     assert resident_bytes() - before < 0.5 * 600 * layout.bytes_per_block
+
+
+@pytest.mark.parametrize("is_filling", [True, False])
+def test_cleared_kv_memory_is_zeros_and_becomes_resident(is_filling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = KvLayout(num_layers=2, num_kv_heads=8, head_dim=64, block_size=16, dtype=torch.float32)
+    memory = KvMemory(layout, 300, 50, torch.device("cpu"), TorchKernels(AttentionLimits(gather_tokens=1 << 16)))
+    for tensor in (*memory.cache.layers, memory.host.blocks):
+        tensor[:, 1::7] = 3.0
+    memory._filling.wait()
+    if is_filling:
+        monkeypatch.setattr(Filling, "is_under_way", property(lambda self: True))
+    memory.clear()
+    monkeypatch.undo()
+    assert not any(bool(tensor.any()) for tensor in (*memory.cache.layers, memory.host.blocks))
+    memory._filling.wait()
+    memory.close()
+
+
+def test_more_than_the_machine_has_left_is_refused_before_it_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_memory, "host_memory_left", lambda: 1000)
+    layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=1, dtype=torch.float32)
+    kernels = TorchKernels(AttentionLimits(gather_tokens=1 << 16))
+    KvMemory(layout, 10, 5, torch.device("cpu"), kernels).close()
+    with pytest.raises(
+        NotEnoughMemoryError, match=r"expected room for 6 host blocks \(384 bytes\), got: 1000 bytes .*--memory-limit"
+    ):
+        KvMemory(layout, 10, 6, torch.device("cpu"), kernels)

@@ -121,7 +121,7 @@ def cases(draw: st.DrawFn) -> tuple[npt.NDArray[np.float32], list[TokenSampling]
 
 
 @given(case=cases(), seed=st.integers(0, 2**64 - 1), position=st.integers(0, 2**20), few=st.sampled_from([1, 4, 256]))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_sample_any_parameters_equals_naive_oracle(
     case: tuple[npt.NDArray[np.float32], list[TokenSampling], dict[int, PenaltyHistory]],
     seed: int,
@@ -145,7 +145,7 @@ def test_sample_any_parameters_equals_naive_oracle(
 
 
 @given(case=cases(), seed=st.integers(0, 2**64 - 1))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_sample_row_alone_equals_row_in_a_batch(
     case: tuple[npt.NDArray[np.float32], list[TokenSampling], dict[int, PenaltyHistory]], seed: int
 ) -> None:

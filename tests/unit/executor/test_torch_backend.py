@@ -90,9 +90,9 @@ def test_load_blocks_of_a_model_with_states_are_long_enough_for_interval_and_sta
     )
 
 
-def test_load_fp8_cache_for_a_model_with_states_is_refused(tmp_path: Path) -> None:
+def test_load_fp8_cache_for_a_model_of_states_only_is_refused(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path, "mamba2")
-    with pytest.raises(BackendError, match="expected a model without layers that keep a state") as caught:
+    with pytest.raises(BackendError, match="expected a model with layers that attend") as caught:
         backend(model, kv_cache_dtype="fp8", max_model_len=64).load()
     assert caught.value.reason == "KV_CACHE_DTYPE_NOT_SUPPORTED"
 
@@ -313,7 +313,7 @@ def test_initialize_kv_cache_without_room_for_host_blocks_says_how_many(folder: 
         made.execute(build_step([Row([5], 0, [1])], 16))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(copies_of(num_blocks=6, num_host_blocks=3), min_size=1, max_size=12))
 def test_copy_blocks_equals_a_naive_loop_over_all_layers(loaded: TorchBackend, copies: list[tuple[int, ...]]) -> None:
     loaded.initialize_kv_cache(6, 3)

@@ -417,7 +417,7 @@ def test_load_eos_beyond_vocab_is_refused():
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_execute_any_chunking_and_batching_gives_the_oracles_tokens(data):
     """Several sequences, prefilled in random chunks beside each other's decodes, through random tables."""
     sim = Sim(num_blocks=200)

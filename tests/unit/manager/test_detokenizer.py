@@ -35,7 +35,7 @@ def test_detokenizer_of_known_family_has_exact_kind(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", EXACT)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_detokenizer_random_ids_concatenate_to_decode_at_once(family: str, data: st.DataObject) -> None:
     raw = EXACT[family][0]
@@ -45,7 +45,7 @@ def test_detokenizer_random_ids_concatenate_to_decode_at_once(family: str, data:
 
 
 @pytest.mark.parametrize("family", EXACT)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_detokenizer_random_bytes_concatenate_to_decode_at_once(family: str, data: st.DataObject) -> None:
     raw = EXACT[family][0]
@@ -60,7 +60,7 @@ def test_detokenizer_random_bytes_concatenate_to_decode_at_once(family: str, dat
 
 
 @pytest.mark.parametrize("family", EXACT)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(max_size=60) | st.sampled_from(CORPUS))
 def test_detokenizer_valid_text_no_piece_has_replacement_character(family: str, text: str) -> None:
     raw = EXACT[family][0]

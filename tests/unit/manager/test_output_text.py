@@ -28,7 +28,7 @@ def run(text: OutputText, ids: list[int]) -> list[str]:
     return [*parts, text.finish()]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_output_text_resumed_anywhere_goes_on_without_gap_or_repeat(data: st.DataObject) -> None:
     tokenizer, vocab = data.draw(st.sampled_from([(LEVEL, 600), (FALLBACK, 480)]))

@@ -20,7 +20,7 @@ def naive(text: str, stops: list[str], first_end: int) -> tuple[str, str | None,
     return text, None, ""
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(
     pieces=st.lists(ALPHABET, max_size=12),
     stops=st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), min_size=1, max_size=4),
@@ -45,7 +45,7 @@ def test_stop_strings_any_cut_equals_naive_search(
         assert "".join(out) == (before + match if include else before)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     pieces=st.lists(ALPHABET, max_size=12),
     stops=st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), min_size=1, max_size=4),
