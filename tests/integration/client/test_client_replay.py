@@ -106,7 +106,7 @@ def test_replay_bad_line_exits_1_and_says_where(trace: Path) -> None:
         (("--num-blocks", "9", "--max-num-seqs", "4096"), 2, "expected at most --max-num-batched-tokens"),
         (("--num-blocks", "1"), 2, "expected 0, or at least 2"),
         ((), 2, "expected --num-blocks, or --kv-cache to take them from, got neither"),
-        (("--num-blocks", "9", "--kv-groups", "mamba"), 2, "such as full,5xwindow:1024, got 'mamba'"),
+        (("--num-blocks", "9", "--kv-groups", "mamba"), 2, "with @B for blocks of B tokens, got 'mamba'"),
         (("--num-blocks", "9", "--tenants", "1"), 2, "expected 2 to 1000 shares of at least 1, such as 3,1, got '1'"),
         (("--kv-cache", "/nowhere/kv.json"), 1, "/nowhere/kv.json"),
         (("--kv-cache", "-"), 1, "kvplane plan MODEL --memory SIZE --json"),
