@@ -127,7 +127,7 @@ class Walk:
 
         def look_up() -> None:
             for block_hash in absent:
-                pool.get_cached_block(block_hash, None, b"", b"")
+                pool.lookup.get_cached_block(block_hash, None, b"", b"")
 
         self.note("lookup, miss", look_up)
 

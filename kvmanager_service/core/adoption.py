@@ -79,6 +79,23 @@ class Adoption:
         )
         if not is_sound:
             return None
-        return self._pool.adopt(
-            tag.block_id, tag.block_hash, parent, tag.token_bytes, tag.extra_keys, serial=tag.serial
-        )
+        return adopt_block(self._pool, tag, parent)
+
+
+def adopt_block(pool: BlockPool, tag: TaggedBlock, parent: BlockContent | None) -> BlockContent | None:
+    """Take over a block that an executor still holds from an earlier manager. Its tag is proved by the caller.
+
+    Parents are adopted before their children. The block is referenced: `free_blocks` them all, deepest first,
+    afterwards, so that they are evicted in the right order.
+
+    Returns:
+        The content, or None when the block is in use, cached already, or the hash belongs to another content.
+    """
+    block = pool.blocks[tag.block_id]
+    if block is pool.null_block or block.ref_cnt or block.content is not None:
+        return None
+    pool.touch((block,))
+    content = pool.cache_full_block(block, tag.block_hash, parent, tag.token_bytes, tag.extra_keys, serial=tag.serial)
+    if content is None:
+        pool.free_blocks((block,))
+    return content

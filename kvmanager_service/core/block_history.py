@@ -11,7 +11,8 @@ import enum
 from collections import deque
 from collections.abc import Iterable
 
-from kvmanager_service.core.block import KVCacheBlock
+from kvmanager_service.core.block import BlockContent, KVCacheBlock
+from kvmanager_service.core.group_key import group_of
 
 
 class BlockMoment(enum.IntEnum):
@@ -123,6 +124,17 @@ class BlockHistory:
                 extra_keys=b"" if content is None else content.extra_keys,
                 group=group,
             )
+
+    def note_content(self, block: KVCacheBlock, content: BlockContent, moment: BlockMoment, step_id: int = 0) -> None:
+        """A block came to hold a content, or lost it, by nobody's doing in particular."""
+        self.note(
+            block.block_id,
+            moment,
+            step_id=step_id,
+            block_hash=content.block_hash,
+            extra_keys=content.extra_keys,
+            group=group_of(content),
+        )
 
     def of(self, block_id: int) -> list[BlockRecord]:
         """What is kept of one block, oldest first."""

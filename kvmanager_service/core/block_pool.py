@@ -1,11 +1,12 @@
 """The pool of physical blocks: who is free, who is referenced, what is cached.
 
-Station: owned by `KVCacheManager`; nobody else changes a block. It knows no request.
+Station: owned by `KVCacheManager`; nobody else changes a block. It knows no request. `ContentLookup` finds what its
+blocks hold, `StepFills` keeps what steps that are out will have filled, an `EvictionPolicy` orders the free ones.
 
 Life of a block: free ─get_new_blocks▶ referenced ─cache_full_block▶ referenced and hashed (provisional until
 `commit_step`) ─free_blocks▶ free and hashed ─touch▶ referenced again, or ─get_new_blocks▶ evicted and referenced anew.
 
-Invariants (`check_integrity`):
+Invariants (`check_integrity`, by `pool_checks`):
     1. ref_cnt == 0 ⇔ the block is in the free queue; the null block (id 0) is neither free nor counted.
     2. free + referenced == N - 1.
     3. Only a full block has content; a content lists exactly the blocks that have it and is found under its hash.
@@ -22,8 +23,9 @@ from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_events import BlockEventLog
 from kvmanager_service.core.block_hash import BlockHash
 from kvmanager_service.core.block_history import BlockHistory, BlockMoment
+from kvmanager_service.core.content_lookup import ContentLookup
 from kvmanager_service.core.eviction_policies import DEFAULT_EVICTION_POLICY, EVICTION_POLICIES
-from kvmanager_service.core.group_key import group_of
+from kvmanager_service.core.pool_checks import check_contents, check_references
 from kvmanager_service.core.step_fills import StepFills
 
 NULL_BLOCK_ID = 0
@@ -39,6 +41,7 @@ class BlockPool:
         history: told of what becomes of each block; None tells nobody.
 
     Attributes:
+        lookup: finds what blocks hold.
         num_shared_changes: grows whenever a block that is referenced before and after gets or loses a reference. While
             it stands still, who holds a block can change only by the block's being handed out, hit when free, or freed.
     """
@@ -61,6 +64,7 @@ class BlockPool:
         self.null_block = self.blocks[NULL_BLOCK_ID]
         self.free_block_queue = EVICTION_POLICIES[eviction_policy](self.blocks[1:])
         self.cached_block_hash_to_block: dict[BlockHash, BlockContent] = {}
+        self.lookup = ContentLookup(self.cached_block_hash_to_block)
         self.num_cached_blocks = 0
         self.num_evictions = 0
         self.num_shared_changes = 0
@@ -144,60 +148,6 @@ class BlockPool:
         assert block.ref_cnt == 1, f"{block!r} would be written under another table"
         if block.content is not None:
             self._empty(block)
-
-    def get_cached_block(
-        self, block_hash: BlockHash, parent: BlockContent | None, token_bytes: bytes, extra_keys: bytes
-    ) -> KVCacheBlock | None:
-        """Find a block that holds exactly these tokens after exactly that parent.
-
-        Returns:
-            The block, or None for a miss; a hash collision is a miss.
-        """
-        content = self.cached_block_hash_to_block.get(block_hash)
-        if content is None or not content.is_same(parent, token_bytes, extra_keys):
-            return None
-        return content.block
-
-    def follow(
-        self, parent: BlockContent | None, block_hash: BlockHash, token_bytes: bytes, extra_keys: bytes
-    ) -> BlockContent | None:
-        """The same content that `get_cached_block` finds a block of, by way of the parent's successor if it can.
-
-        For a walk from block to block of a prefix. What is found is the parent's successor from then on.
-
-        Args:
-            parent: what the walk has come to: a content that a block holds; None where it begins.
-            block_hash: chain hash of these tokens after it.
-            token_bytes: the next block's tokens.
-            extra_keys: its extra keys.
-
-        Returns:
-            The content, or None for a miss.
-        """
-        if parent is not None:
-            successor = parent.successor
-            if successor is not None and successor.is_same(parent, token_bytes, extra_keys):
-                return successor
-        content = self.cached_block_hash_to_block.get(block_hash)
-        if content is None or not content.is_same(parent, token_bytes, extra_keys):
-            return None
-        if parent is not None:
-            parent.precede(content)
-        return content
-
-    def get_filled_block(
-        self, block_hash: BlockHash, parent: BlockContent | None, token_bytes: bytes, extra_keys: bytes
-    ) -> KVCacheBlock | None:
-        """As `get_cached_block`, but a block whose content no outstanding step has yet to fill."""
-        content = self.cached_block_hash_to_block.get(block_hash)
-        if content is None or not content.is_same(parent, token_bytes, extra_keys):
-            return None
-        return next((block for block in content.blocks if not block.provisional_step), None)
-
-    def may_be_held(self, block_hash: BlockHash) -> bool:
-        """Whether a table references a block with this hash. It may hold something else: a yes proves nothing."""
-        content = self.cached_block_hash_to_block.get(block_hash)
-        return content is not None and any(block.ref_cnt for block in content.blocks)
 
     def cache_full_block(
         self,
@@ -324,7 +274,7 @@ class BlockPool:
         if self.history is not None:
             moment = BlockMoment.HASHED if provisional_step else BlockMoment.ADOPTED
             for block, content in zip(blocks, contents, strict=True):
-                self._note(block, content, moment, provisional_step)
+                self.history.note_content(block, content, moment, provisional_step)
         if provisional_step:
             self._provisional.add_row(provisional_step, blocks, contents, owner)
         elif self._events is not None:
@@ -349,7 +299,7 @@ class BlockPool:
                 if events is not None:
                     events.stored(block.block_id, content)
                 if self.history is not None:
-                    self._note(block, content, BlockMoment.FILLED, step_id)
+                    self.history.note_content(block, content, BlockMoment.FILLED, step_id)
         return committed
 
     def provisional_blocks_of(self, owner: int, first_step: int) -> list[KVCacheBlock]:
@@ -418,33 +368,6 @@ class BlockPool:
             if (content := block.content) is not None and not block.provisional_step
         ]
 
-    def adopt(
-        self,
-        block_id: int,
-        block_hash: BlockHash,
-        parent: BlockContent | None,
-        token_bytes: bytes,
-        extra_keys: bytes,
-        *,
-        serial: int = 0,
-    ) -> BlockContent | None:
-        """Take over a block that an executor still holds from an earlier manager.
-
-        Parents are adopted before their children. The block is referenced: `free_blocks` them all, deepest first,
-        afterwards, so that they are evicted in the right order.
-
-        Returns:
-            The content, or None when the block is in use, cached already, or the hash belongs to another content.
-        """
-        block = self.blocks[block_id]
-        if block_id == NULL_BLOCK_ID or block.ref_cnt or block.content is not None:
-            return None
-        self.touch((block,))
-        content = self.cache_full_block(block, block_hash, parent, token_bytes, extra_keys, serial=serial)
-        if content is None:
-            self.free_blocks((block,))
-        return content
-
     def _empty(self, block: KVCacheBlock) -> None:
         """Forget what a block holds; when it is free, it is handed out next."""
         self._uncache(block)
@@ -454,7 +377,7 @@ class BlockPool:
         content = block.content
         assert content is not None
         if self.history is not None:
-            self._note(block, content, moment)
+            self.history.note_content(block, content, moment)
         content.left_by(block)
         if content.block is None:
             del self.cached_block_hash_to_block[content.block_hash]
@@ -464,53 +387,14 @@ class BlockPool:
         block.provisional_step = 0
         self.num_cached_blocks -= 1
 
-    def _note(self, block: KVCacheBlock, content: BlockContent, moment: BlockMoment, step_id: int = 0) -> None:
-        """Tell the history, which there is, what became of what a block holds."""
-        assert self.history is not None
-        self.history.note(
-            block.block_id,
-            moment,
-            step_id=step_id,
-            block_hash=content.block_hash,
-            extra_keys=content.extra_keys,
-            group=group_of(content),
-        )
-
     def check_integrity(self, tables: Iterable[Sequence[KVCacheBlock]]) -> None:
         """Check every invariant against the block tables that exist.
 
         Raises:
             AssertionError: an invariant does not hold; the message names the block.
         """
-        references = [0] * len(self.blocks)
-        for table in tables:
-            for block in table:
-                references[block.block_id] += 1
-        free = list(self.free_block_queue)
-        in_queue = {block.block_id for block in free}
-        assert len(in_queue) == len(free) == self.num_free_blocks, "a block is in the free queue twice"
-        assert NULL_BLOCK_ID not in in_queue, "the null block is in the free queue"
-        held = [block.content is not None for block in free]
-        assert held == sorted(held), "a block with content would be handed out before one without"
-        cached = 0
-        for block in self.blocks[1:]:
-            assert block.ref_cnt == references[block.block_id], f"{block!r} has {references[block.block_id]} references"
-            assert (block.ref_cnt == 0) == (block.block_id in in_queue), f"{block!r} free queue does not match ref_cnt"
-            if block.content is not None:
-                cached += 1
-                assert block in block.content.blocks, f"{block!r} is not listed by its content"
-                assert self.cached_block_hash_to_block.get(block.content.block_hash) is block.content, f"{block!r} lost"
-            if block.provisional_step:
-                assert block.content is not None, f"{block!r} is provisional without content"
-                assert block.provisional_step in self._provisional, f"{block!r} is provisional for a step that ended"
-        assert cached == self.num_cached_blocks, f"{cached} cached blocks, counted {self.num_cached_blocks}"
-        for content in self.cached_block_hash_to_block.values():
-            successor = content.successor
-            if successor is not None:
-                assert successor.parent is content, f"{content.block!r} is followed by what has another parent"
-                assert successor.block is not None, f"{content.block!r} is followed by what no block holds"
-        listed = sum(len(content.blocks) for content in self.cached_block_hash_to_block.values())
-        assert listed == cached, f"contents list {listed} blocks, {cached} have content"
+        check_references(self.blocks, self.free_block_queue, tables)
+        check_contents(self.blocks, self.cached_block_hash_to_block, self._provisional, self.num_cached_blocks)
 
 
 def _block_id(block: KVCacheBlock) -> int:

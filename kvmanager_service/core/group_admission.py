@@ -143,7 +143,7 @@ class GroupAdmission:
         for index in full:
             stop = at_least * groups[index].block_size
             is_known = stop < request.num_tokens and stop <= len(request.contents) * self._hits.prefix_size
-            if is_known and self._pool.may_be_held(self._hits.hash_of(request, index, stop)):
+            if is_known and self._pool.lookup.may_be_held(self._hits.hash_of(request, index, stop)):
                 return True
         return not full
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-from kvmanager_service.core.adoption import TaggedBlock
+from kvmanager_service.core.adoption import TaggedBlock, adopt_block
 from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.block_hash import HashFunction, hash_block_tokens
 from kvmanager_service.core.block_pool import BlockPool
@@ -87,9 +87,7 @@ class GroupAdoption:
             or hash_block_tokens(self._hash_function, prefix.block_hash, b"", group_key) != tag.block_hash
         ):
             return None
-        content = self._pool.adopt(
-            tag.block_id, tag.block_hash, parent, tag.token_bytes, tag.extra_keys, serial=tag.serial
-        )
+        content = adopt_block(self._pool, tag, parent)
         return None if content is None else prefix
 
     def _prefix_at_end(self, tag: TaggedBlock, parent: BlockContent | None, extra_keys: bytes) -> BlockContent | None:

@@ -1,7 +1,8 @@
 """What is cached of a request's prefix in several KV groups, and how long a hit all of them agree on.
 
-Station: owned by `KVCacheCoordinator`, which keeps a request's prefixes up to date before it asks; reads `BlockPool`
-and changes nothing. It knows what names the content of a table's entry, so whoever caches a block asks for that, too.
+Station: owned by `KVCacheCoordinator`, which keeps a request's prefixes up to date before it asks; looks blocks up by
+`ContentLookup` and changes nothing. It knows what names the content of a table's entry, so whoever caches a block asks
+for that, too.
 
 A hit is a length that all groups agree on: each in turn shortens it to what it can go on from, until none does. The
 length only falls, and a length at which no group shortens it is what they agree on: the longest, since no group passes
@@ -15,7 +16,7 @@ from math import gcd, lcm
 
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_hash import BlockHash, HashFunction, default_hash, hash_block_tokens
-from kvmanager_service.core.block_pool import BlockPool
+from kvmanager_service.core.content_lookup import ContentLookup
 from kvmanager_service.core.group_key import KEY_BYTES, group_key, has_group_key
 from kvmanager_service.core.kv_groups import KVGroup, TableEntry
 from kvmanager_service.core.request import Request
@@ -60,7 +61,7 @@ class GroupHits:
     """Finds hits. Of every request it is asked about, `contents` are the prefixes, as many as are known.
 
     Args:
-        pool: where blocks are cached.
+        lookup: where cached blocks are found.
         groups: one object per group.
         hash_function: what finds candidates; see `block_hash`.
 
@@ -70,10 +71,10 @@ class GroupHits:
         group_keys: by group, the extra key that makes the same tokens in two groups two contents.
     """
 
-    __slots__ = ("_groups", "_hash_function", "_pool", "block_size", "group_keys", "prefix_size")
+    __slots__ = ("_groups", "_hash_function", "_lookup", "block_size", "group_keys", "prefix_size")
 
-    def __init__(self, pool: BlockPool, groups: Sequence[KVGroup], hash_function: HashFunction) -> None:
-        self._pool = pool
+    def __init__(self, lookup: ContentLookup, groups: Sequence[KVGroup], hash_function: HashFunction) -> None:
+        self._lookup = lookup
         self._groups = list(groups)
         self._hash_function = hash_function
         self.block_size = lcm(*(group.block_size for group in groups))
@@ -97,7 +98,7 @@ class GroupHits:
 
     def cached_block(self, request: Request, group_index: int, index: int) -> KVCacheBlock | None:
         """A block that holds entry `index` of the request's table in a group, None for a miss; its prefix is known."""
-        block = self._pool.get_cached_block(*self.key_of(request, group_index, index))
+        block = self._lookup.get_cached_block(*self.key_of(request, group_index, index))
         if block is None or self._groups[group_index].can_share_within_step or not block.provisional_step:
             return block
         assert block.content is not None
@@ -110,7 +111,7 @@ class GroupHits:
             block
             for group_index, group in enumerate(self._groups)
             for index in range(num_tokens // group.block_size)
-            if (block := self._pool.get_cached_block(*self.key_of(request, group_index, index))) is not None
+            if (block := self._lookup.get_cached_block(*self.key_of(request, group_index, index))) is not None
         ]
 
     def key_of(
@@ -143,7 +144,7 @@ class GroupHits:
         group_index, index = entry
         if (index + 1) * self._groups[group_index].block_size > len(request.contents) * self.prefix_size:
             return None
-        return self._pool.get_filled_block(*self.key_of(request, group_index, index))
+        return self._lookup.get_filled_block(*self.key_of(request, group_index, index))
 
     def entries(self, num_tokens: int) -> list[TableEntry]:
         """All entries before position num_tokens that the token there reads, in order of depth.

@@ -84,7 +84,7 @@ class KVCacheCoordinator:
         self.enable_caching = enable_caching
         self.hash_function = hash_function
         self.copies = CopyOnWrite(self.pool)
-        self.hits = GroupHits(self.pool, groups, hash_function)
+        self.hits = GroupHits(self.pool.lookup, groups, hash_function)
         self.block_size = self.hits.block_size
         self.prefix_size = self.hits.prefix_size
         self.prefixes = GroupPrefixes(self.pool, self.prefix_size, hash_function)

@@ -62,6 +62,7 @@ class KVCacheManager:
         if block_size < 1:
             raise ValueError(f"expected block_size of at least 1, got {block_size}")
         self.pool = BlockPool(num_blocks, eviction_policy, events=events, history=history)
+        self._lookup = self.pool.lookup
         self.block_size = block_size
         self.enable_caching = enable_caching
         self.hash_function = hash_function
@@ -86,14 +87,14 @@ class KVCacheManager:
         self._update_hashes(request)
         hits: list[KVCacheBlock] = []
         parent: BlockContent | None = None
-        hashes, tokens, pool = request.block_hashes, request.block_tokens, self.pool
+        hashes, tokens, lookup = request.block_hashes, request.block_tokens, self._lookup
         extra_keys = request.extra_keys
         num_blocks = self._max_hits(request)
         keys = None if request.spans is None else request.keys_of_blocks(0, num_blocks, self.block_size)
         for index in range(num_blocks):
             if keys is not None:
                 extra_keys = keys[index]
-            parent = pool.follow(parent, hashes[index], tokens[index], extra_keys)
+            parent = lookup.follow(parent, hashes[index], tokens[index], extra_keys)
             if parent is None:
                 break
             block = parent.block
@@ -257,7 +258,7 @@ class KVCacheManager:
         if not self.enable_caching or num_blocks > self._max_hits(request):
             return False
         self._update_hashes(request)
-        return self.pool.may_be_held(request.block_hashes[num_blocks - 1])
+        return self._lookup.may_be_held(request.block_hashes[num_blocks - 1])
 
     def _max_hits(self, request: Request) -> int:
         """Blocks that can be hits: the full ones of all known tokens but the last."""
@@ -357,7 +358,7 @@ class KVCacheManager:
             before: what the entry before it holds.
         """
         index = entry[1]
-        return self.pool.get_filled_block(
+        return self._lookup.get_filled_block(
             request.block_hashes[index],
             before,
             request.block_tokens[index],

@@ -9,7 +9,7 @@ import pytest
 
 from executor_service.backends.sim_digest import expected_tokens
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
-from kvmanager_service.core.block_pool import BlockPool
+from kvmanager_service.core.content_lookup import ContentLookup
 from kvmanager_service.core.kv_cache import KVCache
 from kvmanager_service.core.kv_cache_coordinator import KVCacheCoordinator
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
@@ -32,21 +32,21 @@ class Collisions:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        follow, get_cached_block, extend = BlockPool.follow, BlockPool.get_cached_block, PrefixLedger.extend
+        follow, get_cached_block, extend = ContentLookup.follow, ContentLookup.get_cached_block, PrefixLedger.extend
 
         def see(found: BlockContent | None, parent: BlockContent | None, token_bytes: bytes, extra_keys: bytes) -> None:
             self.count += found is not None and not found.is_same(parent, token_bytes, extra_keys)
 
         def seen_follow(
-            self: BlockPool, parent: BlockContent | None, block_hash: bytes, token_bytes: bytes, extra_keys: bytes
+            self: ContentLookup, parent: BlockContent | None, block_hash: bytes, token_bytes: bytes, extra_keys: bytes
         ) -> BlockContent | None:
-            see(self.cached_block_hash_to_block.get(block_hash), parent, token_bytes, extra_keys)
+            see(self._contents.get(block_hash), parent, token_bytes, extra_keys)
             return follow(self, parent, block_hash, token_bytes, extra_keys)
 
         def seen_get_cached_block(
-            self: BlockPool, block_hash: bytes, parent: BlockContent | None, token_bytes: bytes, extra_keys: bytes
+            self: ContentLookup, block_hash: bytes, parent: BlockContent | None, token_bytes: bytes, extra_keys: bytes
         ) -> KVCacheBlock | None:
-            see(self.cached_block_hash_to_block.get(block_hash), parent, token_bytes, extra_keys)
+            see(self._contents.get(block_hash), parent, token_bytes, extra_keys)
             return get_cached_block(self, block_hash, parent, token_bytes, extra_keys)
 
         def seen_extend(
@@ -61,8 +61,8 @@ class Collisions:
             see(self._prefixes.get(block_hash), parent, token_bytes, extra_keys)
             return extend(self, parent, block_hash, token_bytes, extra_keys, serial=serial)
 
-        patch.setattr(BlockPool, "follow", seen_follow)
-        patch.setattr(BlockPool, "get_cached_block", seen_get_cached_block)
+        patch.setattr(ContentLookup, "follow", seen_follow)
+        patch.setattr(ContentLookup, "get_cached_block", seen_get_cached_block)
         patch.setattr(PrefixLedger, "extend", seen_extend)
 
 

@@ -10,8 +10,10 @@ import pytest
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
 from kvmanager_service import step_message
+from kvmanager_service.core.adoption import TaggedBlock, adopt_block
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_pool import BlockPool
+from kvmanager_service.core.content_lookup import ContentLookup
 from kvmanager_service.core.fork_holds import ForkHolds
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.pinned_prefixes import PinnedPrefixes
@@ -126,16 +128,16 @@ def evicted_content_is_still_followed(patch: pytest.MonkeyPatch) -> None:
 
 
 def whatever_followed_last_is_believed(patch: pytest.MonkeyPatch) -> None:
-    original = BlockPool.follow
+    original = ContentLookup.follow
 
     def follow(
-        self: BlockPool, parent: BlockContent | None, block_hash: bytes, token_bytes: bytes, extra_keys: bytes
+        self: ContentLookup, parent: BlockContent | None, block_hash: bytes, token_bytes: bytes, extra_keys: bytes
     ) -> BlockContent | None:
         if parent is not None and parent.successor is not None:
             return parent.successor
         return original(self, parent, block_hash, token_bytes, extra_keys)
 
-    patch.setattr(BlockPool, "follow", follow)
+    patch.setattr(ContentLookup, "follow", follow)
 
 
 def salt_is_not_compared(patch: pytest.MonkeyPatch) -> None:
@@ -273,13 +275,11 @@ def wrong_last_block_len(patch: pytest.MonkeyPatch) -> None:
 
 
 def adopted_without_their_parents(patch: pytest.MonkeyPatch) -> None:
-    def adopt(self: KVCacheManager, tagged: Sequence[object]) -> int:
+    def adopt(self: KVCacheManager, tagged: Sequence[TaggedBlock]) -> int:
         count = 0
         for tag in tagged:
             # Any block is taken for a first one.
-            content = self.pool.adopt(
-                tag.block_id, tag.block_hash, None, tag.token_bytes, tag.extra_keys, serial=tag.serial
-            )  # type: ignore[attr-defined]
+            content = adopt_block(self.pool, tag, None)
             count += content is not None
         return count
 
@@ -533,7 +533,7 @@ def pins_do_not_stand_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def pins_take_what_is_yet_to_be_filled(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockPool, "get_filled_block", BlockPool.get_cached_block)
+    patch.setattr(ContentLookup, "get_filled_block", ContentLookup.get_cached_block)
 
 
 def pins_keep_what_a_failed_row_put_in_doubt(patch: pytest.MonkeyPatch) -> None:

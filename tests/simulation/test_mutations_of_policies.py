@@ -14,7 +14,7 @@ from executor_service.backends.sim_digest import expected_tokens
 from kvmanager_service.core import branches
 from kvmanager_service.core.arrival_line import ArrivalLine
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
-from kvmanager_service.core.block_pool import BlockPool
+from kvmanager_service.core.content_lookup import ContentLookup
 from kvmanager_service.core.errors import RowFailedError
 from kvmanager_service.core.fair_queue import FairQueue, TenantAccount
 from kvmanager_service.core.group_forks import GroupForks
@@ -162,17 +162,17 @@ def resumed_output_may_come_once_more(patch: pytest.MonkeyPatch) -> None:
 
 
 def successor_with_other_keys_is_followed(patch: pytest.MonkeyPatch) -> None:
-    original = BlockPool.follow
+    original = ContentLookup.follow
 
     def follow(
-        self: BlockPool, parent: BlockContent | None, block_hash: bytes, token_bytes: bytes, extra_keys: bytes
+        self: ContentLookup, parent: BlockContent | None, block_hash: bytes, token_bytes: bytes, extra_keys: bytes
     ) -> BlockContent | None:
         successor = None if parent is None else parent.successor
         if successor is not None and successor.token_bytes == token_bytes:
             return successor
         return original(self, parent, block_hash, token_bytes, extra_keys)
 
-    patch.setattr(BlockPool, "follow", follow)
+    patch.setattr(ContentLookup, "follow", follow)
 
 
 def forks_share_what_is_yet_to_be_computed(patch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from kvmanager_service.core.adoption import TaggedBlock, adopt_block
 from kvmanager_service.core.block import BlockContent
 from kvmanager_service.core.block_history import BlockHistory, BlockMoment
 from kvmanager_service.core.block_tag import decode_tag, encode_tag
@@ -89,7 +90,7 @@ def test_history_block_of_a_lost_or_failed_step_was_forgotten_and_never_filled()
 def test_history_adopted_blocks_say_so() -> None:
     kv = make_kv(history=BlockHistory(10))
     block_hash = kv.hash_function(bytes(16) + bytes(16))
-    assert kv.pool.adopt(3, block_hash, None, bytes(16), b"", serial=5) is not None
+    assert adopt_block(kv.pool, TaggedBlock(3, block_hash, 5, 0, bytes(16), b""), None) is not None
     assert life(kv, 3) == [("adopted", "")]
 
 

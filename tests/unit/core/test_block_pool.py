@@ -3,6 +3,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvmanager_service.core.adoption import TaggedBlock, adopt_block
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_pool import NULL_BLOCK_ID, BlockPool
 from tests.unit.core.builders import block_ids, token_bytes
@@ -26,7 +27,7 @@ def cache(
 
 
 def find(pool: BlockPool, name: str, parent: BlockContent | None = None) -> KVCacheBlock | None:
-    return pool.get_cached_block(name.encode(), parent, name.encode() + TOKENS, b"")
+    return pool.lookup.get_cached_block(name.encode(), parent, name.encode() + TOKENS, b"")
 
 
 def test_pool_new_has_all_blocks_free_but_the_null_block() -> None:
@@ -110,11 +111,11 @@ def test_get_cached_block_other_tokens_keys_or_parent_is_a_miss() -> None:
     blocks = pool.get_new_blocks(3)
     parent, other = cache(pool, blocks[0], "parent"), cache(pool, blocks[1], "other")
     pool.cache_full_block(blocks[2], b"h", parent, TOKENS, b"salt")
-    assert pool.get_cached_block(b"h", parent, TOKENS, b"salt") is blocks[2]
-    assert pool.get_cached_block(b"h", other, TOKENS, b"salt") is None
-    assert pool.get_cached_block(b"h", None, TOKENS, b"salt") is None
-    assert pool.get_cached_block(b"h", parent, token_bytes([2, 1]), b"salt") is None
-    assert pool.get_cached_block(b"h", parent, TOKENS, b"") is None
+    assert pool.lookup.get_cached_block(b"h", parent, TOKENS, b"salt") is blocks[2]
+    assert pool.lookup.get_cached_block(b"h", other, TOKENS, b"salt") is None
+    assert pool.lookup.get_cached_block(b"h", None, TOKENS, b"salt") is None
+    assert pool.lookup.get_cached_block(b"h", parent, token_bytes([2, 1]), b"salt") is None
+    assert pool.lookup.get_cached_block(b"h", parent, TOKENS, b"") is None
 
 
 def test_cache_full_block_colliding_hash_leaves_the_block_uncached() -> None:
@@ -123,7 +124,7 @@ def test_cache_full_block_colliding_hash_leaves_the_block_uncached() -> None:
     pool.cache_full_block(blocks[0], b"h", None, TOKENS, b"")
     assert pool.cache_full_block(blocks[1], b"h", None, token_bytes([3, 4]), b"") is None
     assert blocks[1].content is None
-    assert pool.get_cached_block(b"h", None, TOKENS, b"") is blocks[0]
+    assert pool.lookup.get_cached_block(b"h", None, TOKENS, b"") is blocks[0]
     pool.check_integrity([blocks])
 
 
@@ -237,7 +238,7 @@ def test_cache_full_blocks_orphan_gives_way() -> None:
 def follow(pool: BlockPool, parent: BlockContent | None, name: str, *, by_index: bool = True) -> BlockContent | None:
     """What `follow` finds after a parent; without the index only where a successor leads there."""
     block_hash = name.encode() if by_index else b"a hash that nothing has"
-    return pool.follow(parent, block_hash, name.encode() + TOKENS, b"")
+    return pool.lookup.follow(parent, block_hash, name.encode() + TOKENS, b"")
 
 
 def test_follow_what_was_cached_in_a_row_is_found_without_the_index() -> None:
@@ -259,8 +260,8 @@ def test_follow_other_tokens_or_keys_than_the_successors_are_a_miss() -> None:
     contents: list[BlockContent] = []
     cache_table(pool, table, contents, "ab")
     assert contents[0].successor is contents[1]
-    assert pool.follow(contents[0], b"b", b"other tokens", b"") is None
-    assert pool.follow(contents[0], b"b", b"b" + TOKENS, b"other keys") is None
+    assert pool.lookup.follow(contents[0], b"b", b"other tokens", b"") is None
+    assert pool.lookup.follow(contents[0], b"b", b"b" + TOKENS, b"other keys") is None
     assert follow(pool, contents[0], "b") is contents[1], "a miss changes nothing"
 
 
@@ -458,10 +459,14 @@ def test_adopt_block_in_use_cached_or_null_is_refused() -> None:
     used, cached = pool.get_new_blocks(2)
     cache(pool, cached, "a")
     pool.free_blocks([cached])
+
+    def make_tag(block_id: int) -> TaggedBlock:
+        return TaggedBlock(block_id, b"h", 0, 0, TOKENS, b"")
+
     for block_id in (NULL_BLOCK_ID, used.block_id, cached.block_id):
-        assert pool.adopt(block_id, b"h", None, TOKENS, b"") is None
-    assert pool.adopt(3, b"h", None, TOKENS, b"") is not None
-    assert pool.get_cached_block(b"h", None, TOKENS, b"") is pool.blocks[3]
+        assert adopt_block(pool, make_tag(block_id), None) is None
+    assert adopt_block(pool, make_tag(3), None) is not None
+    assert pool.lookup.get_cached_block(b"h", None, TOKENS, b"") is pool.blocks[3]
     pool.check_integrity([[used, pool.blocks[3]]])
 
 
@@ -657,7 +662,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(["a", "a2", "b", "b2", "c"]))
     def look_up_and_touch(self, name: str) -> None:
         holders = [block_id for block_id in self.order if self.held[block_id] == name]
-        block = self.pool.get_cached_block(self._hash(name), None, name.encode(), b"")
+        block = self.pool.lookup.get_cached_block(self._hash(name), None, name.encode(), b"")
         assert (block.block_id if block else None) == (holders[0] if holders else None)
         if block is not None:
             self.pool.touch([block])

@@ -12,8 +12,11 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from kvmanager_service.core import adoption
+from kvmanager_service.core.adoption import TaggedBlock
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_pool import BlockPool
+from kvmanager_service.core.content_lookup import ContentLookup
 from tests.unit.core.builders import block_ids
 
 NUM_BLOCKS = 6
@@ -240,14 +243,14 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(block_hash=st.sampled_from(HASHES), tokens=st.sampled_from(TOKENS), data=st.data())
     def get_cached_block(self, block_hash: bytes, tokens: bytes, data: st.DataObject) -> None:
         parent_id = data.draw(st.sampled_from([0, *sorted(self.model.contents)]))
-        found = self.pool.get_cached_block(block_hash, self.pool.blocks[parent_id].content, tokens, b"")
+        found = self.pool.lookup.get_cached_block(block_hash, self.pool.blocks[parent_id].content, tokens, b"")
         content = self.model.find(block_hash)
         is_hit = (
             content is not None and content.parent is self.model.contents.get(parent_id) and content.tokens == tokens
         )
         assert (None if found is None else found.block_id) == (content.holders[0] if content and is_hit else None)
         is_held = content is not None and any(self.model.references[block_id] for block_id in content.holders)
-        assert self.pool.may_be_held(block_hash) == is_held
+        assert self.pool.lookup.may_be_held(block_hash) == is_held
 
     @rule(block_hash=st.sampled_from(HASHES), tokens=st.sampled_from(TOKENS), data=st.data())
     def follow(self, block_hash: bytes, tokens: bytes, data: st.DataObject) -> None:
@@ -261,7 +264,7 @@ class PoolMachine(RuleBasedStateMachine):
             block_hash = siblings[0].block_hash
         expected: set[int | None] = {one.holders[0] for one in siblings}
         for _ in range(2):
-            found = self.pool.follow(self.pool.blocks[parent_id].content, block_hash, tokens, b"")
+            found = self.pool.lookup.follow(self.pool.blocks[parent_id].content, block_hash, tokens, b"")
             assert (None if found is None or found.block is None else found.block.block_id) in (expected or {None})
 
     @rule()
@@ -309,7 +312,9 @@ class PoolMachine(RuleBasedStateMachine):
         block_id = data.draw(st.integers(0, NUM_BLOCKS - 1))
         parent_id = data.draw(st.sampled_from([0, *sorted(self.model.contents)]))
         model_parent = self.model.contents.get(parent_id)
-        content = self.pool.adopt(block_id, block_hash, self.pool.blocks[parent_id].content, tokens, b"")
+        content = adoption.adopt_block(
+            self.pool, TaggedBlock(block_id, block_hash, 0, 0, tokens, b""), self.pool.blocks[parent_id].content
+        )
         if block_id == 0 or self.model.references[block_id] or block_id in self.model.contents:
             assert content is None
             return
@@ -397,16 +402,16 @@ def successors_outlive_their_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def successor_is_not_compared(patch: pytest.MonkeyPatch) -> None:
-    original = BlockPool.follow
+    original = ContentLookup.follow
 
     def follow(
-        self: BlockPool, parent: BlockContent | None, block_hash: bytes, tokens: bytes, keys: bytes
+        self: ContentLookup, parent: BlockContent | None, block_hash: bytes, tokens: bytes, keys: bytes
     ) -> BlockContent | None:
         if parent is not None and parent.successor is not None:
             return parent.successor
         return original(self, parent, block_hash, tokens, keys)
 
-    patch.setattr(BlockPool, "follow", follow)
+    patch.setattr(ContentLookup, "follow", follow)
 
 
 def distrust_stops_at_the_block_itself(patch: pytest.MonkeyPatch) -> None:
@@ -425,15 +430,15 @@ def lost_steps_are_trusted(patch: pytest.MonkeyPatch) -> None:
 
 
 def adopted_block_in_use_loses_its_table(patch: pytest.MonkeyPatch) -> None:
-    original = BlockPool.adopt
+    original = adoption.adopt_block
 
-    def adopt(self: BlockPool, block_id: int, *arguments: object) -> BlockContent | None:
-        block = self.blocks[block_id]
+    def adopt_block(pool: BlockPool, tag: TaggedBlock, parent: BlockContent | None) -> BlockContent | None:
+        block = pool.blocks[tag.block_id]
         if block.ref_cnt and block.content is None:
-            return self.cache_full_block(block, *arguments)  # type: ignore[arg-type]
-        return original(self, block_id, *arguments)  # type: ignore[arg-type]
+            return pool.cache_full_block(block, tag.block_hash, parent, tag.token_bytes, tag.extra_keys)
+        return original(pool, tag, parent)
 
-    patch.setattr(BlockPool, "adopt", adopt)
+    patch.setattr(adoption, "adopt_block", adopt_block)
 
 
 @pytest.mark.patches_core

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
+from kvmanager_service.core.adoption import TaggedBlock, adopt_block
 from kvmanager_service.core.eviction_policies import EVICTION_POLICIES, LFUPolicy
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.replay.options import parse
@@ -119,7 +120,7 @@ def test_every_policy_adopted_blocks_are_evicted_deepest_first(policy: str) -> N
     parent = None
     for block_id, content in zip(held, contents, strict=True):
         assert content is not None
-        parent = kv.pool.adopt(block_id, content.block_hash, parent, content.token_bytes, b"")
+        parent = adopt_block(kv.pool, TaggedBlock(block_id, content.block_hash, 0, 0, content.token_bytes, b""), parent)
     kv.pool.free_blocks([kv.pool.blocks[block_id] for block_id in reversed(held)])
     kv.check_integrity([])
     assert free_ids(kv)[-3:] == held[::-1]

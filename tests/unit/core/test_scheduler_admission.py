@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvmanager_service.core.block_pool import BlockPool
+from kvmanager_service.core.content_lookup import ContentLookup
 from kvmanager_service.core.errors import DuplicateRequestError, InvalidRequestError, QueueFullError
 from kvmanager_service.core.request import FinishReason, RequestStatus
 from kvmanager_service.core.scheduler_config import SchedulerConfig
@@ -251,14 +251,14 @@ def test_schedule_blocked_head_looks_nothing_up_until_blocks_come_free(
     head = scheduler.add_request(make_new("head", [*prompts[shared], *own]))
 
     lookups = 0
-    original = BlockPool.follow
+    original = ContentLookup.follow
 
-    def follow(self: BlockPool, *arguments: object) -> object:
+    def follow(self: ContentLookup, *arguments: object) -> object:
         nonlocal lookups
         lookups += 1
         return original(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(BlockPool, "follow", follow)
+    monkeypatch.setattr(ContentLookup, "follow", follow)
     for _ in range(100):
         assert set(rows_of(run_step(scheduler))) == {"a", "b"}
     assert scheduler.kv.pool.num_evictions > 0
