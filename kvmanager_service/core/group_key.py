@@ -1,6 +1,6 @@
 """What names a KV group in a content: the extra key that all contents of a group begin with, where there are several.
 
-Station: used by whoever makes contents of several groups (`group_hits`), and whoever tells of any (`block_pool`,
+Station: used by whoever makes contents of several groups (`group_hits`), and whoever tells of any (`block_history`,
 events, listings). It knows no pool.
 """
 

@@ -1,7 +1,7 @@
 """The longest sequence the pool can hold, and what is said of a longer one.
 
-Station: asked by `Scheduler` when a request comes and when blocks run short. How many blocks are free now is not its
-concern: what is too long here would wait for ever.
+Station: asked by `Scheduler` when a request comes, and by `StepPlanner` when one is to be admitted. How many blocks are
+free now is not its concern: what is too long here would wait for ever.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Who computes what in the next step, and what follows from a step's result.
+"""Requests come, steps go out, and what follows from the steps' results.
 
-Station: called by `StepLoop` (live), by the simulation and by replay. It decides; `RequestBook` keeps where requests
-stand, `Residency` what of them is on the device and on the host, `StepPlan` the step in the making, `Suspects` who may
-be what breaks the executor. `branches` is about requests that go on from another's tokens.
+Station: called by `StepLoop` (live), by the simulation and by replay. It takes requests in, has `StepPlanner` fill the
+next step's `StepPlan`, and draws what follows from its result; `Departures` is how requests leave. `RequestBook` keeps
+where requests stand, `Residency` what of them is on the device and on the host, `Suspects` who may be what breaks the
+executor. `branches` is about requests that go on from another's tokens.
 
     add_request ─▶ waiting ─schedule: admit▶ running ─update: token▶ … ─update: stop▶ finished
                       ▲                         │
@@ -22,9 +23,10 @@ from collections import deque
 from typing import Final
 
 from kvmanager_service.core import branches
+from kvmanager_service.core.departures import Departures
 from kvmanager_service.core.errors import BadResultError, CoreError, PoolInUseError
 from kvmanager_service.core.kv_cache import KVCache
-from kvmanager_service.core.pool_limit import has_outgrown, outgrown_error, require_fit
+from kvmanager_service.core.pool_limit import has_outgrown, require_fit
 from kvmanager_service.core.request import (
     TOKEN_BYTES,
     FinishReason,
@@ -38,9 +40,9 @@ from kvmanager_service.core.residency import Residency
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import Branch, ScheduledRow, SchedulerStats, Step, StepResult, check_result
 from kvmanager_service.core.step_plan import StepPlan
+from kvmanager_service.core.step_planner import StepPlanner
 from kvmanager_service.core.suspects import Suspects
 from kvmanager_service.core.swap_space import SwapSpace
-from kvmanager_service.core.victims import Victims
 
 _FINISHED: Final = RequestStatus.FINISHED
 _RUNNING: Final = RequestStatus.RUNNING
@@ -77,6 +79,15 @@ class Scheduler:
         self.kv = self.residency.kv
         self.pins = self.residency.pins
         self._suspects = Suspects()
+        self._departures = Departures(self.book, self.residency, self._suspects)
+        self._planner = StepPlanner(
+            config,
+            self.book,
+            self.residency,
+            departures=self._departures,
+            suspects=self._suspects,
+            stats=self.stats,
+        )
         self._next_step_id = 1
 
     @property
@@ -139,7 +150,7 @@ class Scheduler:
         """
         for request in self.book.members(request_id, tenant):
             if request.status is not _FINISHED:
-                self._finish(request, FinishReason.ABORT)
+                self._departures.finish(request, FinishReason.ABORT)
 
     def finish(self, request_id: str) -> None:
         """A stop string was found in a request's text: end it. No output follows; the caller has the last one.
@@ -150,11 +161,11 @@ class Scheduler:
         if request is None:
             self.book.restate(request_id, FinishReason.STOP)
         else:
-            self._end(request, FinishReason.STOP, RequestOutput(request_id, []))
+            self._departures.end(request, FinishReason.STOP, RequestOutput(request_id, []))
 
     def fail(self, request_id: str, error: CoreError) -> None:
         """End a request with an error from outside the core. Raises UnknownRequestError."""
-        self._finish(self.book.known(request_id), FinishReason.ERROR, error=error)
+        self._departures.finish(self.book.known(request_id), FinishReason.ERROR, error=error)
 
     def take_outputs(self) -> list[RequestOutput]:
         """Everything that happened to requests since the last call, in order."""
@@ -182,12 +193,13 @@ class Scheduler:
         if len(self.outstanding) >= self.config.max_outstanding or (self._suspects and self.outstanding):
             return None
         previous = self.outstanding[-1] if self.outstanding else None
+        planner = self._planner
         plan = StepPlan(self._next_step_id, previous, self.kv, self.config)
-        if not (self._suspects and self._plan_suspect(plan)):
-            is_short = self._plan_running(plan)
+        if not (self._suspects and planner.plan_suspect(plan)):
+            is_short = planner.plan_running(plan)
             # Whoever was preempted would be the first to come back; it may if nothing else brings about another call.
             if not is_short or not (plan.rows or plan.copies or self.outstanding):
-                self._plan_waiting(plan)
+                planner.plan_waiting(plan)
         if not (plan.rows or plan.copies) and (self.has_work or not self.residency.tags):
             return None
         if self.book.num_followers:
@@ -196,121 +208,6 @@ class Scheduler:
         self._next_step_id += 1
         self.outstanding.append(step)
         return step
-
-    def _plan_suspect(self, plan: StepPlan) -> bool:
-        """Let a suspect compute alone, no step before or behind, so that a failure is nobody else's.
-
-        Returns:
-            False while too few blocks are free for it, though pins stand back where nobody runs.
-        """
-        request = self._suspects.first()
-        if request.status is not _RUNNING:
-            has_blocks = self.book.has_room(request) and self._admit(request, 0, plan)
-        else:
-            has_blocks = self.kv.allocate_slots(request, request.num_tokens)
-        if has_blocks:
-            plan.claim(plan.add(request, plan.chunk(request)))
-        return has_blocks
-
-    def _plan_running(self, plan: StepPlan) -> bool:
-        """Give rows to running requests. Returns whether blocks ran short: somebody was preempted, or awaits some."""
-        is_short = False
-        victims: Victims | None = None
-        for request in list(self.running.values()):
-            if plan.budget == 0:
-                break
-            if request.status is not _RUNNING:
-                continue  # sacrificed for a request before it
-            num_tokens = plan.chunk(request)
-            if num_tokens == 0:
-                continue
-            stop = request.num_computed_tokens + num_tokens
-            while not self.kv.allocate_slots(request, stop):
-                is_alone = len(self.running) == 1
-                if self.residency.awaits_host(request, stop, plan, is_alone=is_alone):
-                    is_short = True
-                    break
-                if is_alone:
-                    # Pins hold what it lacks, or it needs more than the whole pool. If a token of it is on its
-                    # way, that may end it.
-                    if not request.num_pending_tokens:
-                        if self.residency.make_room(request, stop):
-                            continue
-                        self._fail_outgrown(request)
-                    break
-                is_short = True
-                victims = victims or self._order_victims(plan)
-                if not self._make_way(request, stop, victims, plan):
-                    break
-            else:
-                plan.add(request, num_tokens)
-        plan.claim_all()
-        return is_short
-
-    def _plan_waiting(self, plan: StepPlan) -> None:
-        """Admit waiting requests and give them rows."""
-        watermark_blocks = int(self.config.watermark * self.kv.pool.num_usable_blocks)
-        while plan.budget > 0 and len(self.waiting) and len(self.running) < self.config.max_num_seqs:
-            request = self.waiting.peek()
-            if not self.book.has_room(request):
-                break
-            if has_outgrown(self.kv, request):
-                self._fail_outgrown(request)
-            elif self._admit(request, watermark_blocks + len(request.followers), plan):
-                plan.claim(plan.add(request, plan.chunk(request)))
-            else:
-                break
-
-    def _admit(self, request: Request, reserve: int, plan: StepPlan) -> bool:
-        """Let a waiting request run if its blocks leave `reserve` blocks free.
-
-        Where nobody runs, nobody else needs them: then none are left free, and forks that wait and pins stand back.
-        """
-        residency = self.residency
-        is_looked_up = self.kv.enable_caching and request not in residency.forks
-        if self.running:
-            is_admitted = residency.admit(request, reserve, plan)
-        else:
-            is_admitted = residency.admit(request, 0, plan) or (
-                residency.make_room(request, request.num_tokens) and residency.admit(request, 0, plan)
-            )
-        if not is_admitted:
-            return False
-        self.book.start(request)
-        if not request.was_admitted:
-            num_found = self.book.admitted(request)
-            if is_looked_up:
-                self.stats.prefix_queries += request.num_prompt_tokens
-                self.stats.prefix_hits += num_found
-        return True
-
-    # --- blocks run short -----------------------------------------------------------------------------------------
-
-    def _order_victims(self, plan: StepPlan) -> Victims:
-        """All that hold blocks, in the order in which they give way: forks that wait before those that run."""
-        order = self.residency.forks.newest_first()
-        order += self.waiting.victims(list(self.running.values()))
-        return Victims(order, self.kv, self.residency.leaving, plan)
-
-    def _make_way(self, request: Request, num_tokens: int, victims: Victims, plan: StepPlan) -> bool:
-        """Preempt others for a request's first num_tokens tokens, or itself. Returns whether it still runs."""
-        chosen = victims.choose(request, self.residency.num_missing(request, num_tokens, plan))
-        for victim in chosen or [request]:
-            if victim.status is not _RUNNING:
-                self.residency.let_go(victim)
-                continue
-            plan.drop(victim)
-            self._preempt(victim, plan)
-            self.stats.preemptions += 1
-        return bool(chosen)
-
-    def _fail_outgrown(self, request: Request) -> None:
-        self._finish(request, FinishReason.ERROR, error=outgrown_error(self.kv, request))
-
-    def _preempt(self, request: Request, plan: StepPlan | None = None) -> None:
-        """Take a running request's blocks; it recomputes what neither the prefix cache nor the host gives back."""
-        keeps_samples = self.residency.leave(request, plan)
-        self.book.preempt(request, keeps_samples=keeps_samples)
 
     # --- a step comes back ----------------------------------------------------------------------------------------
 
@@ -339,7 +236,7 @@ class Scheduler:
                 continue  # it ended or was preempted while the step was out
             error = result.errors.get(index)
             if error is not None:
-                self._finish(request, FinishReason.ERROR, error=error)
+                self._departures.finish(request, FinishReason.ERROR, error=error)
                 continue
             if request.failed_steps:
                 self._suspects.clear(row)
@@ -357,7 +254,7 @@ class Scheduler:
         request, sample = branch.request, branch.sample_index
         error = result.errors.get(branch.row_index)
         if error is not None:
-            self._finish(request, FinishReason.ERROR, error=error)
+            self._departures.finish(request, FinishReason.ERROR, error=error)
             return
         if self.waiting.is_metered:
             self.waiting.charge_token(request)
@@ -389,9 +286,9 @@ class Scheduler:
             output.logprobs.append(logprobs)
         if token_id in request.stop_token_ids and request.num_output_tokens > request.min_tokens:
             output.stop_token_id = token_id
-            self._end(request, FinishReason.STOP, output)
+            self._departures.end(request, FinishReason.STOP, output)
         elif request.num_tokens >= request.max_total_tokens:
-            self._end(request, FinishReason.LENGTH, output)
+            self._departures.end(request, FinishReason.LENGTH, output)
 
     # --- a step, or the executor, is lost -------------------------------------------------------------------------
 
@@ -411,23 +308,23 @@ class Scheduler:
             self._reschedule(request)
         for request, error in self._suspects.blame(lost[0].rows if lost and blame else []):
             for twin in branches.twins(request, self.book) if request.status is not _FINISHED else ():
-                self._finish(twin, FinishReason.ERROR, error=error)
+                self._departures.finish(twin, FinishReason.ERROR, error=error)
 
     def _reschedule(self, request: Request) -> None:
         """What a running request has computed is in doubt, or lost: it waits, to be scheduled anew."""
-        self._preempt(request)
+        self._departures.preempt(request)
         self.stats.reschedules += 1
 
     def replace_cache(self, kv: KVCache, num_host_blocks: int = 0) -> None:
         """The executor's cache is gone or another one: schedule everything anew on `kv`, end what can never fit it."""
         self.lose_steps()
         self.residency.replace(kv, num_host_blocks)
-        self.kv = kv
+        self.kv = self._planner.kv = kv
         for request in list(self.requests.values()):
             request.drop_hashes()
             request.contents = []
             if request.status is not _FINISHED and has_outgrown(kv, request):
-                self._fail_outgrown(request)
+                self._departures.fail_outgrown(kv, request)
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached block, and what was swapped out. Returns how many blocks were cached.
@@ -443,27 +340,11 @@ class Scheduler:
             )
         return self.residency.reset()
 
-    # --- the end of a request -------------------------------------------------------------------------------------
-
-    def _finish(self, request: Request, reason: FinishReason, *, error: CoreError | None = None) -> None:
-        """End a request, and those that were to be forked from it: until then they are one."""
-        for follower in list(request.followers):
-            self._finish(follower, reason, error=error)
-        self._end(request, reason, self.book.emit(request, [], error))
-
-    def _end(self, request: Request, reason: FinishReason, output: RequestOutput) -> None:
-        tables = request.tables  # of several KV groups: the first is shown
-        request.last_block_id_bytes = bytes(tables[0].block_id_bytes if tables else request.block_id_bytes)
-        self.residency.end(request)
-        request.drop_tokens()
-        self._suspects.forget(request)
-        self.book.end(request, reason, output)
-
     # --- checks ---------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Check every invariant of scheduler and pool. Raises AssertionError."""
-        assert self.kv is self.residency.kv
+        assert self.kv is self.residency.kv is self._planner.kv
         self.residency.check_integrity(self.running.values(), self.outstanding)
         self.book.check_integrity(self.residency.forks)
         for request in self.requests.values():

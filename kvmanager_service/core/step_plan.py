@@ -1,7 +1,7 @@
 """A step in the making: which rows it has so far, and how many tokens it may still take.
 
-Station: made and filled by `Scheduler.schedule`, which decides who gets a row; the plan knows what a row is and when
-its tokens count as computed.
+Station: made by `Scheduler.schedule` and filled by `StepPlanner`, which decides who gets a row; the plan knows what a
+row is and when its tokens count as computed.
 
     add ─▶ row ─claim▶ final row ─▶ make_step
             └─ drop (its request was preempted for another)

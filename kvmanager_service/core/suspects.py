@@ -1,7 +1,7 @@
 """Which requests may be what breaks the executor.
 
-Station: owned by `Scheduler`, which tells it of every lost step and asks it whom to try alone. It knows no block and no
-queue.
+Station: owned by `Scheduler`, which tells it of every lost step; `StepPlanner` asks it whom to try alone. It knows no
+block and no queue.
 
 An executor that is lost does not say whose row it was. So every request of the first lost step is blamed, unless the
 executor went for a reason of its own. Whoever gets past the place where it failed is cleared; whoever fails there again

@@ -1,6 +1,6 @@
 """Who gives way: just those whose blocks let another request go on, or nobody.
 
-Station: `Scheduler` makes a `Victims` when a step first finds too few blocks for a running request; `Residency` and
+Station: `StepPlanner` makes a `Victims` when a step first finds too few blocks for a running request; `Residency` and
 `SequencePool` ask `choose_victims`, which is the rule. It asks `KVCacheManager`, or `KVCacheCoordinator`, for tables,
 and the `StepPlan` for who waits. The order is the policy's, taken once for the step. It preempts nobody.
 

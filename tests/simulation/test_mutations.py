@@ -14,6 +14,7 @@ from kvmanager_service.core.adoption import TaggedBlock, adopt_block
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_pool import BlockPool
 from kvmanager_service.core.content_lookup import ContentLookup
+from kvmanager_service.core.departures import Departures
 from kvmanager_service.core.fork_holds import ForkHolds
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.pinned_prefixes import PinnedPrefixes
@@ -25,6 +26,7 @@ from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import RECOMPUTE, SchedulerConfig
 from kvmanager_service.core.step import BlockCopy, CopyDirection, ScheduledRow, Step, StepResult
 from kvmanager_service.core.step_plan import StepPlan
+from kvmanager_service.core.step_planner import StepPlanner
 from kvmanager_service.core.swap_space import CopyPhase, HostCopy, SwapSpace
 from kvmanager_service.core.tag_outbox import Tag
 from tests.simulation.broken import MAX_SEEDS, Mutation, require_notice
@@ -209,14 +211,14 @@ def results_of_former_executors_are_believed(patch: pytest.MonkeyPatch) -> None:
 
 
 def preempted_request_keeps_its_tokens_on_the_way(patch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._preempt
+    original = Departures.preempt
 
-    def preempt(self: Scheduler, request: Request, plan: StepPlan | None = None) -> None:
+    def preempt(self: Departures, request: Request, plan: StepPlan | None = None) -> None:
         pending = request.num_pending_tokens
         original(self, request, plan)
         request.num_pending_tokens = pending
 
-    patch.setattr(Scheduler, "_preempt", preempt)
+    patch.setattr(Departures, "preempt", preempt)
 
 
 def stop_tokens_are_never_suppressed(patch: pytest.MonkeyPatch) -> None:
@@ -247,18 +249,18 @@ def victims_row_stays_in_the_step(patch: pytest.MonkeyPatch) -> None:
 
 def preemption_forgets_to_wait(patch: pytest.MonkeyPatch) -> None:
     """A lone request that outgrew the pool is taken for a preemption: whoever waits is not admitted."""
-    plan_running, plan_waiting = Scheduler._plan_running, Scheduler._plan_waiting
+    plan_running, plan_waiting = StepPlanner.plan_running, StepPlanner.plan_waiting
 
-    def running_or_ended(self: Scheduler, plan: StepPlan) -> bool:
+    def running_or_ended(self: StepPlanner, plan: StepPlan) -> bool:
         before = len(self.running)
         return plan_running(self, plan) or len(self.running) < before
 
-    def waiting_unless_preempted(self: Scheduler, plan: StepPlan) -> None:
+    def waiting_unless_preempted(self: StepPlanner, plan: StepPlan) -> None:
         if plan.rows or self.running or not any(request.num_preemptions for request in self.waiting):
             plan_waiting(self, plan)
 
-    patch.setattr(Scheduler, "_plan_running", running_or_ended)
-    patch.setattr(Scheduler, "_plan_waiting", waiting_unless_preempted)
+    patch.setattr(StepPlanner, "plan_running", running_or_ended)
+    patch.setattr(StepPlanner, "plan_waiting", waiting_unless_preempted)
 
 
 def wrong_last_block_len(patch: pytest.MonkeyPatch) -> None:
