@@ -572,7 +572,7 @@ def test_stats_shows_the_pool_and_prints_json(cli: Cli) -> None:
     assert document["state"] == "serving"
     assert document["pool"] == {
         "block_size": 16, "num_blocks": 10, "free_blocks": 6, "cached_blocks": 5, "kv_epoch": 9, "num_host_blocks": 20,
-        "used_host_blocks": 7, "pinned_blocks": 2,
+        "used_host_blocks": 7, "pinned_blocks": 2, "group_block_sizes": [16],
     }  # fmt: skip
     assert (document["swapped_out"], document["settings"]["preemption_mode"]) == (4, "swap")
     assert "6, and 2 rescheduled; 4 swapped out, 3 in, 7 of 20 host blocks used" in plain.stdout
