@@ -111,6 +111,11 @@ class LayerGroups:
         """The layers that attend; the others keep a state."""
         return [layer for layer, group in enumerate(self.group_of) if self.windows[group] != STATE]
 
+    @property
+    def last_own(self) -> int:
+        """The last layer that keeps K/V, or a state, of its own; those behind it read what earlier ones keep."""
+        return max(self.sources) if self.sources else len(self.group_of) - 1
+
     def num_layers(self, group: int) -> int:
         """How many layers a group has that keep K/V, or a state, of their own."""
         return sum(of == group and self.source_of(layer) == layer for layer, of in enumerate(self.group_of))

@@ -415,10 +415,10 @@ class ModelRunner:
 class KvCheck:
     """Whether rows without sampling have finite K/V, or state: no logits would tell, and their blocks would be hits.
 
-    The last layer's K/V tells of the others: each token attends to itself and to those before it, so what is not finite
-    in one layer makes the hidden state, and with it the K/V of every later layer, NaN. (An infinite key all of whose
-    scores are -inf is ignored by attention, and here.) A state that is not finite never is again: a row's newest one
-    tells. Where every row samples, as in decoding, there is nothing to do.
+    The K/V of the last layer that keeps its own tells of the others: each token attends to itself and to those before
+    it, so what is not finite in one layer makes the hidden state, and with it the K/V of every later layer, NaN. (An
+    infinite key all of whose scores are -inf is ignored by attention, and here.) A state that is not finite never is
+    again: a row's newest one tells. Where every row samples, as in decoding, there is nothing to do.
 
     It is launched behind the step and read behind the sampling, so that the host waits for the device once.
 
@@ -438,7 +438,7 @@ class KvCheck:
         chosen = np.flatnonzero(silent_row)
         if not len(chosen):
             return cls(chosen, None)
-        group, page = groups.group_of[-1], groups.page_of[-1]
+        group, page = groups.group_of[groups.last_own], groups.page_of[groups.last_own]
         device = cache.keys[page].device
         if groups.windows[group] == STATE:
             assert states is not None
@@ -454,6 +454,6 @@ class KvCheck:
         """A failure for each row that has something not finite; waits for the device."""
         if self.finite is None:
             return []
-        message = "what the row computed for its last layer's K/V or state is NaN or infinite"
+        message = "what the row computed for the last layer's own K/V or state is NaN or infinite"
         bad = np.unique(self.rows[~self.finite.cpu().numpy()]).tolist()
         return [RowFailure(row, "NON_FINITE_KV", message) for row in bad]

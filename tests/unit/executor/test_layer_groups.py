@@ -114,6 +114,7 @@ def test_group_layers_that_read_anothers_have_its_page_and_are_not_counted() -> 
     ]  # fmt: skip
     assert (groups.num_pages, groups.num_layers(0), groups.num_layers(1)) == (2, 2, 2)
     assert [groups.source_of(layer) for layer in range(7)] == [0, 1, 2, 3, 2, 3, 2]
+    assert (groups.last_own, group_layers([20, 0, STATE]).last_own) == (3, 2)
 
 
 def test_group_layers_that_keep_a_state_are_in_the_last_groups() -> None:

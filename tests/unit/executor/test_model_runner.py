@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from executor_service.backends.base import BackendError, PenaltyHistory
+from executor_service.backends.torch_backend import TorchBackend, TorchBackendConfig
 from executor_service.kernels.attention_plan import AttentionLimits
 from executor_service.kernels.torch_paged import TorchKernels
 from executor_service.kv_cache import KvLayout, PagedKvCache
@@ -35,6 +36,18 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def sharing(tmp_path_factory: pytest.TempPathFactory) -> TorchBackend:
+    """A model whose last layers read the K/V of earlier ones; the very last one's are not the last that are kept."""
+    folder = save_tiny_model(tmp_path_factory.mktemp("sharing"), "gemma3n")
+    backend = TorchBackend(
+        TorchBackendConfig(str(folder), device="cpu", dtype="float32", block_size=4, native_kernels=False)
+    )
+    backend.load()
+    backend.initialize_kv_cache(64)
+    return backend
 
 
 class Harness:
@@ -216,6 +229,29 @@ def test_run_kv_that_is_not_finite_in_one_layer_fails_the_row(folder: Path, laye
     tables = [harness.take(12), harness.take(12)]
     rows = [Row(prompt_of(12, seed), 0, table, params=None) for seed, table in enumerate(tables)]
     result = harness.runner.run(build_step(rows, 8), harness.cache)
+    hook.remove()
+    assert [(f.row, f.reason) for f in result.failures] == [(1, "NON_FINITE_KV")]
+
+
+@pytest.mark.parametrize("projection", ["k_proj", "v_proj"])
+@pytest.mark.parametrize("layer", range(4))
+def test_run_kv_that_is_not_finite_where_the_last_layers_keep_none_fails_the_row(
+    sharing: TorchBackend, layer: int, projection: str
+) -> None:
+    model = sharing._ready()
+    assert model.groups.source_of(6) < model.groups.last_own == 3
+    attention = model.loaded.model.model.layers[layer].self_attn
+
+    def poison_a_token(_module: torch.nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+        output[0, 17] = float("nan")  # of the second row, neither its first nor its last
+        return output
+
+    hook = getattr(attention, projection).register_forward_hook(poison_a_token)
+    free, rows = iter(range(1, 64)), []
+    for seed in range(2):
+        first, *others = [[next(free) for _ in range(3)] for _ in model.groups.windows]
+        rows.append(Row(prompt_of(12, seed), 0, first, params=None, more_blocks=others))
+    result = sharing.execute(build_step(rows, 4))
     hook.remove()
     assert [(f.row, f.reason) for f in result.failures] == [(1, "NON_FINITE_KV")]
 
