@@ -21,6 +21,20 @@ int64_t kvplane_linear_columns() {
 #endif
 }
 
+// Tiles of one head's K and V that parts of a step's plan look at, those that rows of a part share once. Nothing is read.
+int64_t kvplane_planned_tiles(const int32_t* query_indptr, const int32_t* seq_lens, const int32_t* block_indptr, const int32_t* block_ids,
+                              int64_t block_size, int64_t window, int64_t num_rows, int64_t kv_heads, int64_t share, int64_t threads) {
+    const Rows rows = {query_indptr, seq_lens, block_indptr, block_ids, block_size, window};
+    const Plan plan = plan_of(rows, num_rows, kv_heads, share, threads);
+    int64_t tiles = 0;
+    for (const Part& part : plan.parts) {
+        std::vector<Job> jobs;
+        add_jobs(rows, plan, part, part.from, part.to, 0, jobs);
+        tiles += int64_t(jobs.size()) * part.heads;
+    }
+    return tiles;
+}
+
 #ifdef KVPLANE_LINEAR
 // (outputs, inputs) to blocks of (inputs / 2, COLUMNS, 2); outputs from `offset` on of those that are packed together.
 void kvplane_pack(const bfloat16* weight, int64_t outputs, int64_t inputs, int64_t offset, bfloat16* packed) {

@@ -92,6 +92,9 @@ class NativeOps(LayerOps):
             self._layers_workspace = library.kvplane_layers_workspace
             self._layers_workspace.argtypes = [_POINTER, _INT]
             self._layers_workspace.restype = _INT
+        self._planned_tiles = library.kvplane_planned_tiles
+        self._planned_tiles.argtypes = [*[_POINTER] * 4, *[_INT] * 6]
+        self._planned_tiles.restype = _INT
         shapes: dict[str, list[Any]] = {
             "rms_norm": [*[_POINTER] * 3, _FLOAT, *[_INT] * 2, _POINTER],
             "rotary": [_POINTER, _INT, *[_POINTER] * 2, *[_INT] * 3],
@@ -294,6 +297,15 @@ class NativeOps(LayerOps):
             out.data_ptr(),
         )
         return out
+
+    def planned_tiles(self, rows: PagedRows, *, kv_heads: int, share: int, threads: int) -> int:
+        """Tiles of one head's K/V that such a step looks at, where tiles that rows share count once for each part.
+
+        For who wants to know what a plan is worth: no step asks. `share` is query heads of a KV head.
+        """
+        return int(
+            self._planned_tiles(*rows.addresses, rows.block_size, rows.window, rows.num_rows, kv_heads, share, threads)
+        )
 
 
 def load_native_ops(cache_dir: Callable[[], Path]) -> NativeOps | None:

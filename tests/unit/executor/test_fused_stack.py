@@ -125,6 +125,38 @@ def test_stack_of_tokens_that_are_wanted_gives_what_layers_give(
     assert together[0].shape[0] == 4
 
 
+@pytest.mark.parametrize(("kind", "rest_is_left_out"), [("llama", True), ("mistral", False)])
+def test_stack_behind_the_last_kv_computes_tokens_that_are_wanted_alone(
+    tmp_path: Path, kind: str, rest_is_left_out: bool
+) -> None:
+    """Where no window is: seen by what attention leaves in a workspace that held no numbers, and by what comes out."""
+    backend = loaded(save_tiny_model(tmp_path, kind, head_dim=32, num_hidden_layers=1))
+    rows = [Row(prompt_of(40, 1), 0, range(1, 11)), Row([5], 0, [16], params=None), Row(prompt_of(3, 2), 0, [17])]
+    (layer,), step = layers_of(backend), build_step(rows, BLOCK)
+    stack, wanted, tokens = layer.stack, torch.tensor([39, 43]), 44
+    assert isinstance(stack, FusedStack)
+    results: list[torch.Tensor] = []
+    hook = backend._ready().loaded.model.model.norm.register_forward_pre_hook(
+        lambda _, args: results.append(args[0][0].clone())
+    )
+    width, heads, kv_heads, dim, _ = stack._sizes.tolist()
+    stack._workspace = torch.full(
+        (native_ops().layers_workspace(stack._sizes, tokens),), float("nan"), dtype=torch.bfloat16
+    )
+    backend.forward(step)
+    before = tokens * (2 * width + (heads + 2 * kv_heads) * dim)  # `attended` in native/layers.h
+    attended = stack._workspace[before : before + tokens * heads * dim].view(tokens, -1).isfinite().all(1)
+    layer.stack = None
+    backend.forward(step)
+    hook.remove()
+    same = torch.tensor([torch.equal(one, other) for one, other in zip(*results, strict=True)])
+    expected = torch.ones(tokens, dtype=torch.bool)
+    if rest_is_left_out:
+        expected = torch.zeros(tokens, dtype=torch.bool).index_fill(0, wanted, 1)
+    assert torch.equal(attended, expected)
+    assert torch.equal(same, expected)
+
+
 def test_stack_of_few_wanted_tokens_of_real_sizes_adds_up_as_layers_do(tmp_path: Path) -> None:
     """A few rows by themselves are added up otherwise: among so many values some would be rounded otherwise, too."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 4}

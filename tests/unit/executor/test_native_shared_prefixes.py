@@ -169,3 +169,28 @@ def test_attend_not_a_number_in_one_row_stays_there(value: float) -> None:
     dirty = attend(rows, states, cache, 16, 0)
     assert not dirty[1].isfinite().any()
     assert torch.equal(dirty[[0, 2]], clean[[0, 2]])
+
+
+@pytest.mark.parametrize(
+    ("tree", "threads", "tiles"),
+    [
+        # 16 of a prefix in each of 2 parts of 16 rows, or of 3; 15 rows have 1 tile behind it, and 17 have 2.
+        ("all_share", 1, 2 * 16 + 15 + 2 * 17),
+        ("all_share", 3, 3 * 16 + 15 + 2 * 17),
+        # Fewer rows than keep so many threads at work: each reads for itself.
+        ("all_share", 32, 32 * 16 + 15 + 2 * 17),
+        # 2 of the outer prefix, 3 of one within it; behind them 70, 300, 161, 170 and 129; rows that share nothing.
+        ("prefixes_within_one", 1, 2 + 3 + (1 + 8) + (1 + 1) + 3 + (1 + 1 + 2 + 5)),
+        ("less_than_a_tile", 1, 2 + 2 + 1),
+        ("two_prefixes", 1, (3 + 1 + 2 + 4) + (2 + 1 + 2)),
+        # 90 and 81 have 16 tokens of the prefix behind whole tiles, and so does 128.
+        ("no_whole_tiles", 1, 2 + 1 + 1 + 2),
+    ],
+)
+def test_plan_rows_of_a_prefix_look_at_it_once_in_a_part(tree: str, threads: int, tiles: int) -> None:
+    rows = rows_of(TREES[tree], 16)
+    step = build_step([Row([0] * query, length - query, blocks) for query, length, blocks in rows], 16)
+    group = GroupStep(0, step.tables[0], step.slot_mappings[0], 16)
+    ops = native_ops()
+    (planned,) = NativeKernels(ops).plan(step.query_indptr, step.seq_lens, [group], device=torch.device("cpu"))
+    assert ops.planned_tiles(planned.rows, kv_heads=2, share=3, threads=threads) == 2 * tiles
