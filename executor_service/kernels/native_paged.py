@@ -3,9 +3,10 @@
 Station: chosen by `backends.torch_loading` on a CPU with a compiler, instead of `torch_paged`; called through
 `paged_kernels`. The kernel is `native/attention.h`; the oracle is `reference`.
 
-How: a program takes a few tokens of one row and the query heads of one KV head, or of several where a token is alone.
-It goes over the row's keys 32 at a time with an online softmax in float32. Where K/V are bfloat16 and the CPU
-multiplies pairs of them, weights are rounded to that before they meet values. Decode and prefill are the same program.
+How: a thread takes a part of the step at a time: a few tokens of one row, or several rows of one token each, for one KV
+head or for several side by side. It goes over the keys 32 at a time with an online softmax in float32. Where K/V are
+bfloat16 and the CPU multiplies pairs of them, a tile of keys that rows of a part share is read once for all of these,
+and weights are rounded to bfloat16 before they meet values. Decode and prefill are the same program.
 """
 
 from __future__ import annotations

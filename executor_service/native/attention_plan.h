@@ -4,9 +4,9 @@
 // go by what it says. It knows tables, and nothing of K and V.
 //
 // Rows of one token whose tables begin with the same blocks (a prefix that was cached) lie side by side in a part, so that
-// what they share is read once for all of them. After Hydragen (Juravsky et al., 2024) and the cascade attention of
-// FlashInfer and vLLM, which attend to the prefix apart and merge two results; here a row goes over its keys in the same
-// order as alone, and gets the same to the last bit.
+// attention_pairs.h reads what they share once for all of them; attention_floats.h goes over a part row by row. After
+// Hydragen (Juravsky et al., 2024) and the cascade attention of FlashInfer and vLLM, which attend to the prefix apart and
+// merge two results; here a row goes over its keys in the same order as alone, and gets the same to the last bit.
 
 #pragma once
 
