@@ -57,12 +57,14 @@ def factors_of_rows(states, keys, scale):  # type: ignore[no-untyped-def]
     """Queries in the type to multiply in, and the factor on the scores of each: (M, BLOCK_D) and (M, 1).
 
     Over a cache of 8-bit floats that is float16: it holds all of their numbers, and two of them become it in one
-    instruction, where bfloat16 takes three more. What a query has beyond its range is part of the row's factor.
+    instruction, where bfloat16 takes three more. Its range is narrower than a query's: each is multiplied by the power
+    of two that puts its largest number into [256, 512), which rounds nothing, and the row's factor makes up for it.
     """
     if keys.dtype.element_ty.primitive_bitwidth == 8 and states.dtype == tl.bfloat16:
         wide = states.to(tl.float32)
-        excess = tl.maximum(tl.max(tl.abs(wide), 1) / 32768.0, 1.0)[:, None]
-        return (wide / excess).to(tl.float16), excess * scale
+        largest = tl.maximum(tl.max(tl.abs(wide), 1), 1e-30)
+        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # its exponent alone
+        return (wide * (256.0 / power)[:, None]).to(tl.float16), (power * (scale / 256.0))[:, None]
     else:  # noqa: RET505 - one of them is compiled
         return states, tl.full((states.shape[0], 1), scale, tl.float32)
 

@@ -55,6 +55,7 @@ class Case:
     scales: tuple[float, float] = (1.0, 1.0)
     recorded: bool = False
     query_factor: float = 1.0
+    key_factor: float = 1.0
 
 
 CASES = {
@@ -95,6 +96,22 @@ CASES = {
     "e4m3": Case(MIXED, kv_dtype=torch.float8_e4m3fn, scales=(0.02, 0.5)),
     "e4m3_bfloat16": Case(MIXED, kv_dtype=torch.float8_e4m3fn, scales=(0.02, 0.5), dtype=torch.bfloat16, programs=64),
     "e5m2_bfloat16": Case(MIXED, kv_dtype=torch.float8_e5m2, scales=(0.01, 3.0), dtype=torch.bfloat16),
+    "e4m3_queries_below_float16": Case(
+        MIXED,
+        kv_dtype=torch.float8_e4m3fn,
+        scales=(4e4, 1.0),
+        dtype=torch.bfloat16,
+        query_factor=3e-7,
+        key_factor=2e6,
+    ),
+    "e4m3_decode_queries_below_float16": Case(
+        DECODE,
+        kv_dtype=torch.float8_e4m3fn,
+        scales=(4e4, 1.0),
+        dtype=torch.bfloat16,
+        query_factor=3e-7,
+        key_factor=2e6,
+    ),
     "e4m3_queries_beyond_float16": Case(
         MIXED, kv_dtype=torch.float8_e4m3fn, scales=(1e-7, 1.0), dtype=torch.bfloat16, query_factor=3e5
     ),
@@ -117,10 +134,12 @@ def run(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     num_tokens = len(step.token_ids)
     query = _states(num_tokens, q_heads, dim, case) * case.query_factor
     key, value = (_states(num_tokens, kv_heads, dim, case) for _ in range(2))
+    key = key * case.key_factor
     shape = (2, num_blocks, case.block_size, kv_heads, dim)
     cache = torch.full(shape, case.garbage).to(kv_dtype)
     for row in rows:  # what earlier steps wrote
-        before = torch.randn(row.start, 2, kv_heads, dim) / torch.tensor(case.scales).view(1, 2, 1, 1)
+        factors = torch.tensor([case.key_factor / case.scales[0], 1 / case.scales[1]])
+        before = torch.randn(row.start, 2, kv_heads, dim) * factors.view(1, 2, 1, 1)
         for position in range(row.start):
             cache[:, row.blocks[position // case.block_size], position % case.block_size] = before[position].to(
                 kv_dtype
