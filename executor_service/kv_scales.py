@@ -50,6 +50,8 @@ _NONE = (1.0,)
 class KvScales:
     """One scale for K and one for V of every layer; 1, which nothing is stored by, for a layer that keeps a state.
 
+    A layer that reads an earlier one's K/V has that one's.
+
     Attributes:
         source: "checkpoint" or "calibration".
     """
@@ -107,17 +109,18 @@ def require_fp8(name: str, device: torch.device) -> None:
         )
 
 
-def checkpoint_scales(folder: Path, num_layers: int, attending: Sequence[int]) -> KvScales | None:
+def checkpoint_scales(folder: Path, groups: LayerGroups) -> KvScales | None:
     """The scales that come with the weights; None where there are none.
+
+    A layer that reads an earlier one's K/V is computed with that one's scales, whether it comes with the same or none.
 
     Args:
         folder: the checkpoint's.
-        num_layers: layers of the model.
-        attending: those of them that keep K/V; the others keep a state.
+        groups: which layers keep K/V, a state, or neither.
 
     Raises:
-        BackendError: they are there for some of these layers only or for others, not one number for each, or not
-            positive and finite.
+        BackendError: they are there for some of the layers that keep K/V only or for others, not one number for each,
+            not positive and finite, or other for a layer than for the one whose K/V it reads.
     """
     found: dict[tuple[str, int], list[float]] = {}
     try:
@@ -134,21 +137,31 @@ def checkpoint_scales(folder: Path, num_layers: int, attending: Sequence[int]) -
         ) from error
     if not found:
         return None
-    expected = {(part, layer) for part in "kv" for layer in attending}
-    if set(found) != expected:
-        wrong = sorted(f"{part}_scale of layer {layer}" for part, layer in expected ^ set(found))
-        raise _bad_scales(folder, f"{len(wrong)} missing or of no layer, first {wrong[0]}")
+    attending = {(part, layer) for part in "kv" for layer in groups.attending}
+    own = {(part, layer) for part, layer in attending if groups.source_of(layer) == layer}
+    if wrong := sorted((own - set(found)) | (set(found) - attending)):
+        raise _bad_scales(
+            folder, f"{len(wrong)} missing or of no layer, first {wrong[0][0]}_scale of layer {wrong[0][1]}"
+        )
     for (part, layer), numbers in sorted(found.items()):
         if len(numbers) != 1 or not (math.isfinite(numbers[0]) and numbers[0] > 0):
             raise _bad_scales(folder, f"{numbers[:4]} as {part}_scale of layer {layer}")
-    keys, values = (tuple(found.get((part, layer), _NONE)[0] for layer in range(num_layers)) for part in "kv")
+        source = groups.source_of(layer)
+        if numbers != found[part, source]:
+            raise _bad_scales(
+                folder,
+                f"{numbers[0]:g} as {part}_scale of layer {layer}, which reads the K/V of layer {source}, and"
+                f" {found[part, source][0]:g} as that one's",
+            )
+    sources = [groups.source_of(layer) for layer in range(len(groups.page_of))]
+    keys, values = (tuple(found.get((part, source), _NONE)[0] for source in sources) for part in "kv")
     return KvScales(keys, values, "checkpoint")
 
 
 def _bad_scales(folder: Path, got: str) -> BackendError:
     return BackendError(
         "BAD_KV_SCALES",
-        f"expected one positive k_scale and one v_scale for every layer that attends in {folder}, or none at all, got"
+        f"expected one positive k_scale and one v_scale for every layer that keeps K/V in {folder}, or none at all, got"
         f" {got}. Use --kv-cache-dtype auto, or a checkpoint without them: then they are measured.",
         model=folder,
     )

@@ -209,7 +209,7 @@ def _find_scales(
     shard: ModelShard | None,
 ) -> KvScales:
     """Each layer's scales: the checkpoint's where it has them, else measured."""
-    scales = checkpoint_scales(loaded.folder, len(groups.page_of), groups.attending)
+    scales = checkpoint_scales(loaded.folder, groups)
     if scales is None:
         scales = calibrated_scales(
             runner,

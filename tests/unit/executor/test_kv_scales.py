@@ -17,6 +17,7 @@ from executor_service.backends.torch_backend import TorchBackend, TorchBackendCo
 from executor_service.config import parse_config
 from executor_service.kernels.fp8 import FP8_TYPES
 from executor_service.kv_scales import calibration_passages, checkpoint_scales, fp8_name, require_fp8
+from executor_service.layer_groups import group_layers
 from tests.unit.executor.step_builder import Row, build_step, prompt_of, save_tiny_model, tiny_config
 
 GIB = 1 << 30
@@ -102,8 +103,39 @@ def test_checkpoint_scales_that_are_not_one_good_number_a_layer_are_refused(
 ) -> None:
     scales = {name: scale for name, scale in (every_scale() | change).items() if scale is not None}
     with pytest.raises(BackendError, match=rf"{said}\. Use --kv-cache-dtype auto") as caught:
-        checkpoint_scales(with_scales(folder, tmp_path, scales), NUM_LAYERS, range(NUM_LAYERS))
+        checkpoint_scales(with_scales(folder, tmp_path, scales), group_layers([0] * NUM_LAYERS))
     assert caught.value.reason == "BAD_KV_SCALES"
+
+
+def test_checkpoint_scales_of_layers_that_read_earlier_kv_may_be_absent_or_the_same(tmp_path: Path) -> None:
+    """Layers 5 and 6 read what 3 and 4 keep: which of them come with scales makes no other model."""
+    folder = save_tiny_model(tmp_path / "model", "gemma4")
+    groups = group_layers([20, 20, 0, 20, 0, 20, 0], [0, 1, 2, 3, 4, 3, 4])
+    name = "model.layers.{}.self_attn.{}_scale".format
+    own = {name(layer, part): torch.tensor(0.5 * (layer + 1) + (part == "v")) for layer in range(5) for part in "kv"}
+    same = own | {name(layer, part): own[name(layer - 2, part)].clone() for layer in (5, 6) for part in "kv"}
+
+    def saved(place: str, scales: dict[str, torch.Tensor]) -> Path:
+        (tmp_path / place).mkdir()
+        return with_scales(folder, tmp_path / place, scales)
+
+    source = saved("own", own)
+    expected = checkpoint_scales(source, groups)
+    assert expected is not None
+    assert expected.keys == (0.5, 1, 1.5, 2, 2.5, 2, 2.5)
+    assert expected.values == tuple(scale + 1 for scale in expected.keys)
+    made = loaded(source, "fp8", native_kernels=False)
+    assert scales_of(made) == list(zip(expected.keys, expected.values, strict=True))
+    assert checkpoint_scales(saved("same", same), groups) == expected
+    assert checkpoint_scales(saved("one", own | {name(6, "k"): own[name(4, "k")].clone()}), groups) == expected
+    with pytest.raises(
+        BackendError, match=r"got 0.25 as k_scale of layer 6, which .* of layer 4, and 2.5 as"
+    ) as caught:
+        checkpoint_scales(saved("other", own | {name(6, "k"): torch.tensor(0.25)}), groups)
+    assert caught.value.reason == "BAD_KV_SCALES"
+    del same[name(4, "v")]
+    with pytest.raises(BackendError, match="1 missing or of no layer, first v_scale of layer 4"):
+        checkpoint_scales(saved("less", same), groups)
 
 
 def test_load_weights_that_compute_nan_are_refused(folder: Path, tmp_path: Path) -> None:
