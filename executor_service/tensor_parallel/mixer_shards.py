@@ -97,7 +97,8 @@ def mixer_cuts(name: str, mixer: Any, size: int) -> tuple[LayerCut, LayerCut]:
     """How the outputs of a mixer's first projection are shared, and the channels of its convolution.
 
     Raises:
-        BackendError: heads, or several groups of them, do not come in equal parts.
+        BackendError: heads, or several groups of them, do not come in equal parts, or its norm is over other channels
+            than those of a group.
     """
     heads, groups = int(mixer.num_heads), int(mixer.n_groups)
     if heads % size or (groups > 1 and groups % size):
@@ -108,7 +109,16 @@ def mixer_cuts(name: str, mixer: Any, size: int) -> tuple[LayerCut, LayerCut]:
             tensor_parallel_size=size,
             layer=name,
         )
-    inner, of_groups = int(mixer.intermediate_size), (groups * int(mixer.ssm_state_size), groups > 1)
+    inner = int(mixer.intermediate_size)
+    of_one = int(getattr(mixer.norm, "group_size", inner))  # one that knows no groups is over all channels
+    if of_one * groups != inner:
+        raise BackendError(
+            "TENSOR_PARALLEL_NOT_SUPPORTED",
+            f"expected the norm of {name}, {type(mixer.norm).__name__}, to be over the {inner // groups} channels of"
+            f" each of its {groups} groups of heads, got one over {of_one}; use --tensor-parallel-size 1",
+            layer=name,
+        )
+    of_groups = groups * int(mixer.ssm_state_size), groups > 1
     channels = ((inner, True), of_groups, of_groups)
     projected = LayerCut(by_outputs=True, blocks=((inner, True), *channels, (heads, True)))
     return projected, LayerCut(by_outputs=True, blocks=channels)

@@ -207,6 +207,21 @@ def test_take_states_that_do_not_divide_are_refused_by_name(
     assert no.value.reason == "BAD_TENSOR_PARALLEL_SIZE"
 
 
+@pytest.mark.parametrize(("groups", "over"), [(2, 192), (1, 96)])
+def test_take_states_whose_norm_is_not_over_each_group_are_refused_by_name(groups: int, over: int) -> None:
+    """As where a model's code has no such norm, or another release's has groups of its own."""
+    model = no_weights("bamba", **HEADS, mamba_n_groups=groups)
+    norm = model.model.layers[0].mamba.norm
+    assert norm.group_size * groups == 192
+    if groups > 1:
+        del norm.group_size
+    else:
+        norm.group_size = over
+    with pytest.raises(BackendError, match=rf"model.layers.0.mamba, BambaRMSNormGated, .* got one over {over}") as no:
+        lone_shard(2).take(model)
+    assert no.value.reason == "TENSOR_PARALLEL_NOT_SUPPORTED"
+
+
 @pytest.mark.parametrize(
     ("kind", "reason", "message"),
     [
