@@ -77,11 +77,6 @@ class LoraMatrices:
         """R, the rank."""
         return self.a.shape[0]
 
-    @property
-    def size_bytes(self) -> int:
-        """What both matrices take."""
-        return self.a.nbytes + self.b.nbytes
-
 
 @dataclass(frozen=True)
 class AdapterFiles:

@@ -48,40 +48,31 @@ def compute_num_blocks(
     return max(0, available_bytes(total_bytes, utilization, peak_bytes, host_bytes)) // bytes_per_block
 
 
-def min_num_blocks(max_model_len: int, block_size: int) -> int:
-    """Blocks that one sequence of `max_model_len` tokens needs, and the null block."""
-    return -(-max_model_len // block_size) + 1
-
-
 def require_one_sequence(
     num_blocks: int,
     *,
     max_model_len: int,
-    block_size: int,
+    blocks_for: Callable[[int], int],
     bytes_per_block: int,
     total_bytes: int,
     utilization: float,
     weights_bytes: int,
     peak_bytes: int,
     host_bytes: int = 0,
-    blocks_for: Callable[[int], int] | None = None,
 ) -> None:
     """Refuse a cache that could never hold one sequence of the longest length.
 
-    `blocks_for` says how many blocks of all KV groups a sequence of so many tokens takes at most; None for one group of
-    full attention.
+    `blocks_for` says how many blocks of all KV groups a sequence of so many tokens takes at most.
 
     Raises:
         NotEnoughMemoryError: with every term of the formula, what is missing, and the flags that help.
     """
-    needed = min_num_blocks(max_model_len, block_size) if blocks_for is None else blocks_for(max_model_len) + 1
+    needed = blocks_for(max_model_len) + 1  # the null block
     if num_blocks >= needed:
         return
     available = available_bytes(total_bytes, utilization, peak_bytes, host_bytes)
     missing = needed * bytes_per_block - available
-    fits = max(0, num_blocks - 1) * block_size
-    if blocks_for is not None:
-        fits = bisect_right(range(max_model_len), num_blocks - 1, key=blocks_for) - 1
+    fits = max(0, bisect_right(range(max_model_len), num_blocks - 1, key=blocks_for) - 1)
     raise NotEnoughMemoryError(
         "NOT_ENOUGH_MEMORY",
         f"one sequence of max_model_len={max_model_len} tokens needs {needed} KV blocks of {bytes_per_block} bytes "

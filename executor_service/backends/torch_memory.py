@@ -124,17 +124,16 @@ class MemoryBudget:
             require_one_sequence(
                 measured,
                 max_model_len=model.loaded.max_model_len,
-                block_size=layout.block_size,
+                blocks_for=lambda num_tokens: sum(
+                    group.most_blocks(num_tokens, size, max_num_batched_tokens)
+                    for group, size in zip(model.kv_groups(), model.group_block_sizes, strict=True)
+                ),
                 bytes_per_block=layout.bytes_per_block,
                 total_bytes=total,
                 utilization=share,
                 weights_bytes=self._weights_bytes,
                 peak_bytes=meter.peak_bytes,
                 host_bytes=host_bytes,
-                blocks_for=lambda num_tokens: sum(
-                    group.most_blocks(num_tokens, size, max_num_batched_tokens)
-                    for group, size in zip(model.kv_groups(), model.group_block_sizes, strict=True)
-                ),
             )
         return profile
 

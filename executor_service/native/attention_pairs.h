@@ -102,8 +102,8 @@ struct PairWorkspace {
         values.resize(TILE * dim);
         weights.resize(TILE * queries);
         scores.resize(TILE * queries);
-        scales.resize(queries + LANES);
-        most.assign(queries * heads + LANES, -INFINITY);
+        scales.resize(queries);
+        most.assign(queries * heads, -INFINITY);
         total.assign(LANES * queries * heads, 0.0f);
         sums.assign(dim * queries * heads, 0.0f);
         at.resize(queries);

@@ -20,7 +20,6 @@ from executor_service.memory_profiler import (
     high_water_mark,
     host_memory_left,
     kv_bytes_per_block,
-    min_num_blocks,
     require_host_blocks_fit,
     require_one_sequence,
     resident_bytes,
@@ -51,15 +50,10 @@ def test_compute_num_blocks_rounds_down_and_never_below_zero(
     assert compute_num_blocks(total, utilization, peak, 100) == blocks
 
 
-@pytest.mark.parametrize(("length", "blocks"), [(1, 2), (16, 2), (17, 3), (8192, 513)])
-def test_min_num_blocks_counts_the_null_block(length: int, blocks: int) -> None:
-    assert min_num_blocks(length, 16) == blocks
-
-
 def test_require_one_sequence_too_few_blocks_names_numbers_and_flags() -> None:
     terms = {
         "max_model_len": 64,
-        "block_size": 16,
+        "blocks_for": lambda num_tokens: -(-num_tokens // 16),
         "bytes_per_block": 100,
         "total_bytes": 1000,
         "utilization": 0.9,
@@ -90,7 +84,7 @@ def test_require_one_sequence_too_few_blocks_names_numbers_and_flags() -> None:
 def test_require_one_sequence_names_host_blocks_only_where_there_are_some() -> None:
     terms = {
         "max_model_len": 64,
-        "block_size": 16,
+        "blocks_for": lambda num_tokens: -(-num_tokens // 16),
         "bytes_per_block": 100,
         "total_bytes": 1000,
         "utilization": 1.0,
