@@ -23,7 +23,7 @@ from executor_service.kernels.fp8 import PLAIN, layer_codecs
 from executor_service.kernels.paged_kernels import DeviceTables, GroupStep
 from executor_service.kernels.triton_paged import TritonAttention, TritonKernels, TritonStep
 from executor_service.kv_cache import KvLayout
-from executor_service.kv_memory import KvMemory
+from executor_service.kv_memory import KvMemory, copy_chunk
 
 # Writing 256 MiB takes some 80 µs, launching an attention layer from Python some 200.
 _CLEARINGS = 10
@@ -199,13 +199,14 @@ def far_blocks_are_right(device: torch.device, elements: int = 2**31) -> bool:
 
 def swaps_are_right(device: torch.device) -> bool:
     """Whether blocks that went to the host and back, in several portions, are what they were."""
-    layout = KvLayout(3, 2, 64, BLOCK_SIZE, torch.float16)
+    layout = KvLayout(3, 256, 128, BLOCK_SIZE, torch.float16)  # of so large blocks two are a portion
     kernels = _kernels(Heads(4, 2, 64), layout.dtype, layout.dtype, device)
-    memory = KvMemory(layout, 9, 7, device, kernels)
+    memory = KvMemory(layout, 6, 3, device, kernels)
     for layer in memory.cache.layers:
         layer.normal_()
     expected = [layer.to("cpu", copy=True) for layer in memory.cache.layers]
-    own, host, other = (np.array(ids, dtype=np.int32) for ids in ([1, 8, 3], [6, 0, 2], [8, 2, 5]))
+    own, host, other = (np.array(ids, dtype=np.int32) for ids in ([1, 5, 3], [2, 0, 1], [5, 2, 4]))
+    assert copy_chunk(layout) < len(own)
     memory.copy([BlockCopies(CopyDirection.DEVICE_TO_HOST, own, host)])
     memory.copy([BlockCopies(CopyDirection.HOST_TO_DEVICE, host, other)])
     right = all(
