@@ -68,6 +68,15 @@ class LoraTargets:
             return inputs, outputs
         return (inputs, cut.number) if cut.by_outputs else (cut.number, outputs)
 
+    def features_of(self, name: str, rank: int, size: int) -> tuple[int, int]:
+        """Those of a layer that a rank has."""
+        inputs, outputs = self.features(name)
+        cut = self.cuts.get(name)
+        if cut is None:
+            return inputs, outputs
+        number = cut.number_of(rank, size)
+        return (inputs, number) if cut.by_outputs else (number, outputs)
+
 
 @dataclass(frozen=True)
 class _AdapterTokens:
@@ -172,11 +181,6 @@ class LoraAdapters:
         self._hooks: dict[str, tuple[_LayerHook, torch.utils.hooks.RemovableHandle]] = {}
 
     @property
-    def bytes_per_adapter(self) -> int:
-        """What the largest adapter takes here: all layers, at the largest rank."""
-        return sum(sum(_features(layer)) for layer in self._targets.values()) * self._max_rank * self._dtype.itemsize
-
-    @property
     def max_file_bytes(self) -> int:
         """What the file of the largest adapter takes, in the widest type."""
         elements = sum(sum(self._all.features(name)) for name in self._targets) * self._max_rank
@@ -184,11 +188,16 @@ class LoraAdapters:
 
     @property
     def reading_bytes(self) -> int:
-        """Host memory that is taken while an adapter is read: as bytes, as tensors, laid out, and packed for others.
+        """Host memory that is taken while the largest adapter is read.
 
-        A rank other than the first reads no file, but its part, which is no more.
+        By the first rank: its file, as bytes and as tensors; what each rank has of it, in the type that they compute
+        with; and two more copies of one such part while it is packed. A rank other than the first gets its part packed,
+        makes tensors of it, and lays them out.
         """
-        return (3 if self._rank else 2 + self._size) * self.max_file_bytes
+        if self._rank:
+            return 3 * self._part_bytes(self._rank)
+        parts = [self._part_bytes(rank) for rank in range(self._size)]
+        return 2 * self.max_file_bytes + sum(parts) + 2 * max(parts[1:], default=0)
 
     def read(self, source: str) -> AdapterContent:
         """Read an adapter and lay it out for this model. May be called from any thread.
@@ -294,6 +303,11 @@ class LoraAdapters:
                 self.remove(adapter_id)
             for adapter_id, matrices in aside.items():
                 self.add(adapter_id, matrices)
+
+    def _part_bytes(self, rank: int) -> int:
+        """What a rank has of the largest adapter, without the names of layers."""
+        features = (self._all.features_of(name, rank, self._size) for name in self._targets)
+        return sum(map(sum, features)) * self._max_rank * self._dtype.itemsize
 
     def _part(self, matrices: Mapping[str, LoraMatrices], rank: int) -> dict[str, LoraMatrices]:
         """What a rank has of them."""

@@ -47,6 +47,10 @@ class LayerCut:
         """How many outputs, or inputs, the whole layer has."""
         return sum(number for number, _ in self.blocks)
 
+    def number_of(self, rank: int, size: int) -> int:
+        """How many of them a rank has."""
+        return sum(len(part_range(number, rank, size)) if is_shared else number for number, is_shared in self.blocks)
+
     def take(self, values: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
         """What a rank has of values that lie so along a dimension; a view where they lie side by side."""
         parts = []

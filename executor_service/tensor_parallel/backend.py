@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import structlog
 import torch
 
 from executor_service.backends.base import (
@@ -50,6 +51,7 @@ from executor_service.tensor_parallel.workers import Workers
 __all__ = ["TensorParallelBackend", "profile_of_all", "rank_configs"]
 
 _T = TypeVar("_T")
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -160,13 +162,20 @@ class TensorParallelBackend(Backend):
                 self._own.load_adapter(adapter_id, of_ranks.own)
             finally:
                 workers.answers()
-        except (BackendError, RuntimeError):
-            self.unload_adapter(adapter_id)
+        except Exception:
+            self._take_back_adapter(adapter_id)
             raise
 
     def unload_adapter(self, adapter_id: int) -> None:
         """Let go of an adapter in all ranks; see the base class."""
         self._each("unload_adapter", lambda: self._own.unload_adapter(adapter_id), adapter_id)
+
+    def _take_back_adapter(self, adapter_id: int) -> None:
+        """Have no rank keep what could not be loaded; if that fails, too, the first failure is what counts."""
+        try:
+            self.unload_adapter(adapter_id)
+        except Exception as error:  # noqa: BLE001 - logged: what is raised is why there was something to take back
+            _log.error("adapter_not_taken_back", adapter_id=adapter_id, error=repr(error))
 
     def close(self) -> None:
         """End the workers, and give back what rank 0 holds."""

@@ -120,6 +120,36 @@ def test_load_adapter_that_one_rank_cannot_take_is_in_none(
     ranks.unload_adapter(8)
 
 
+@pytest.mark.parametrize("cause", [MemoryError("no room"), KeyError("layer"), BackendError("STEP_FAILED", "no device")])
+def test_load_adapter_that_fails_in_any_way_is_taken_back_and_says_why(
+    ranks: TensorParallelBackend,
+    folder: Path,
+    adapters: list[Path],
+    cause: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where rank 0 fails to let go of it; the other rank has let go of its part."""
+
+    def fail(*_: object) -> None:
+        raise cause
+
+    def fail_again(*_: object) -> None:
+        raise ValueError("nothing to let go of")
+
+    content = ranks.read_adapter(str(adapters[0]))
+    with monkeypatch.context() as patch, capture_logs() as lines:
+        patch.setattr(ranks._own, "load_adapter", fail)
+        patch.setattr(ranks._own, "unload_adapter", fail_again)
+        with pytest.raises(type(cause)) as caught:
+            ranks.load_adapter(9, content)
+    assert caught.value is cause
+    assert [(line["event"], line["adapter_id"], line["log_level"]) for line in lines] == [
+        ("adapter_not_taken_back", 9, "error")
+    ]
+    assert "nothing to let go of" in lines[0]["error"]
+    assert generate(ranks, PROMPTS[:1], [9]) == [peft_tokens(folder, None, PROMPTS[0], COUNT)]
+
+
 def test_profile_memory_while_adapters_are_loaded_leaves_them_at_work(
     ranks: TensorParallelBackend, folder: Path, adapters: list[Path]
 ) -> None:
@@ -143,6 +173,21 @@ def test_execute_rows_without_sampling_write_their_adapters_kv(
         sampled = ranks.execute(step).sampled_token_ids.tolist()
     assert sampled == peft_tokens(folder, adapters[0], prompt, 1)
     ranks.unload_adapter(6)
+
+
+def test_reading_bytes_are_the_file_twice_and_the_parts_that_ranks_have(
+    ranks: TensorParallelBackend, folder: Path
+) -> None:
+    largest = save_adapter(folder.parent / "largest", folder, 6, r=8)
+    content, (other,) = ranks._own.read_adapter_parts(str(largest))
+    own = sum(one.a.nbytes + one.b.nbytes for one in content.weights.values())
+    its = sum(one.a.nbytes + one.b.nbytes for one in other.matrices().values())
+    adapters = ranks._own._ready().adapters
+    assert adapters is not None
+    assert adapters.reading_bytes == 2 * adapters.max_file_bytes + own + its + 2 * its
+    assert len(other.data) < 1.5 * its
+    # As it is in the second rank.
+    assert adapters._part_bytes(1) == its
 
 
 @pytest.mark.parametrize("size", [2, 3])
