@@ -58,7 +58,8 @@ def require_fork(parent: Request, request: Request, block_size: int) -> None:
 def fork(kv: KVCache, parent: Request, request: Request, outstanding: Iterable[Step]) -> bool:
     """Let a request that begins as its parent does hold the blocks of what is computed of that, and acknowledged.
 
-    Of a follower that is its leader's: until it is forked they are one.
+    Of a follower that is its leader's: until it is forked they are one. Where the parent's states have left that, it is
+    what is computed of the last checkpoint before.
 
     Returns:
         False when nothing is, or when the parent's windows or states have left it; then nothing has changed.
@@ -66,13 +67,15 @@ def fork(kv: KVCache, parent: Request, request: Request, outstanding: Iterable[S
     if parent.leader is not None:
         parent = parent.leader
     num_tokens = min(num_acknowledged(parent, outstanding), parent.num_tokens, request.num_tokens - 1)
-    if num_tokens <= 0:
-        return False
-    try:
-        kv.fork(parent, request, num_tokens)
-    except ValueError:
-        return False
-    return True
+    for num_shared in (num_tokens, num_tokens // kv.block_size * kv.block_size):
+        if num_shared <= 0:
+            break
+        try:
+            kv.fork(parent, request, num_shared)
+        except ValueError:
+            continue
+        return True
+    return False
 
 
 def num_acknowledged(request: Request, outstanding: Iterable[Step]) -> int:

@@ -76,7 +76,7 @@ class GroupAdmission:
         Returns:
             False when too few blocks are free; then nothing at all has changed.
         """
-        if not self._may_fit(request, reserve):
+        if not self.may_fit(request, reserve):
             return False
         pool = self._pool
         hit, beginnings = self._lay_out(request)
@@ -96,6 +96,29 @@ class GroupAdmission:
                 pool.history.note_table(request.request_id, group_index, new, BlockMoment.ALLOCATED)
         request.num_computed_tokens = hit
         return True
+
+    def may_fit(self, request: Request, reserve: int) -> bool:
+        """Whether a waiting request may find room. A no is certain, and soon found, however long its prefix is.
+
+        Of full attention it needs a block for each block_size tokens. Those that lack must be in tables of others, and
+        whoever holds one holds all before it, in all groups of full attention. A reserve below 0 is blocks that are
+        thought to be free beside those that are.
+        """
+        groups, full = self._groups, self._full_groups
+        lacking = sum(groups[index].num_blocks_for(request.num_tokens) for index in full) + reserve
+        lacking -= self._pool.num_free_blocks
+        if lacking <= 0:
+            return True
+        if not self._enable_caching:
+            return False
+        self._prefixes.update(request)
+        at_least = -(-lacking // len(full)) if full else 0
+        for index in full:
+            stop = at_least * groups[index].block_size
+            is_known = stop < request.num_tokens and stop <= len(request.contents) * self._hits.prefix_size
+            if is_known and self._pool.lookup.may_be_held(self._hits.hash_of(request, index, stop)):
+                return True
+        return not full
 
     def num_needed(self, request: Request) -> int:
         """Free blocks that a request takes, those among its hits that are free."""
@@ -124,28 +147,6 @@ class GroupAdmission:
             end = group.table_end(start, request.num_tokens, self._longest_chunk)
             beginnings.append(_Beginning(first, found, end - first - len(found)))
         return hit, beginnings
-
-    def _may_fit(self, request: Request, reserve: int) -> bool:
-        """Whether a waiting request may find room. A no is certain, and soon found, however long its prefix is.
-
-        Of full attention it needs a block for each block_size tokens. Those that lack must be in tables of others, and
-        whoever holds one holds all before it, in all groups of full attention.
-        """
-        groups, full = self._groups, self._full_groups
-        lacking = sum(groups[index].num_blocks_for(request.num_tokens) for index in full) + reserve
-        lacking -= self._pool.num_free_blocks
-        if lacking <= 0:
-            return True
-        if not self._enable_caching:
-            return False
-        self._prefixes.update(request)
-        at_least = -(-lacking // len(full)) if full else 0
-        for index in full:
-            stop = at_least * groups[index].block_size
-            is_known = stop < request.num_tokens and stop <= len(request.contents) * self._hits.prefix_size
-            if is_known and self._pool.lookup.may_be_held(self._hits.hash_of(request, index, stop)):
-                return True
-        return not full
 
 
 def _num_taken(beginnings: Iterable[_Beginning]) -> int:

@@ -119,14 +119,21 @@ class KVCacheCoordinator:
         """
         return self._admission.admit(request, reserve)
 
-    def num_lacking(self, request: Request, num_tokens: int) -> int:
+    def may_fit(self, request: Request, reserve: int) -> bool:
+        """Whether `allocate_sequence` may find room; see `GroupAdmission.may_fit`."""
+        return self._admission.may_fit(request, reserve)
+
+    def num_lacking(self, request: Request, num_tokens: int, reserve: int = 0) -> int:
         """Free blocks that are too few for its tables to hold what it takes to reach num_tokens; 0 where they do.
 
-        Of a request without blocks num_tokens is all that are known.
+        Args:
+            request: with or without blocks.
+            num_tokens: how many; without blocks, all that are known.
+            reserve: blocks that must stay free if the tables take any.
         """
-        is_running = bool(request.tables)
-        needed = self.num_new_blocks(request, num_tokens) if is_running else self._admission.num_needed(request)
-        return max(0, needed - self.pool.num_free_blocks)
+        has_tables = bool(request.tables)
+        needed = self.num_new_blocks(request, num_tokens) if has_tables else self._admission.num_needed(request)
+        return max(0, needed + reserve - self.pool.num_free_blocks) if needed else 0
 
     def hit_blocks(self, request: Request) -> set[KVCacheBlock]:
         """What a request without blocks would be given from the cache."""
@@ -371,7 +378,10 @@ class KVCacheCoordinator:
         return self.pool.distrust(blocks)
 
     def relies_on(self, request: Request, distrusted: set[KVCacheBlock]) -> bool:
-        """Whether a running request computed from what `distrust` returned, though a window may have left it since."""
+        """Whether what a request holds was computed from what `distrust` returned, though a window may have left that.
+
+        It runs, or is a fork that waits.
+        """
         return bool(distrusted and request.contents) and request.contents[-1].block is None
 
     def adopt(self, tagged: Iterable[TaggedBlock]) -> int:

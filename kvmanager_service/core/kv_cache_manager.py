@@ -149,7 +149,7 @@ class KVCacheManager:
         No block is copied or taken: whoever of the two writes next into a block that both hold gets a copy then.
 
         Args:
-            parent: a running one, with at least num_tokens tokens computed.
+            parent: one with blocks, a fork that waits among them, and with at least num_tokens tokens computed.
             child: its first num_tokens tokens, and all that decides their K/V, are the parent's.
             num_tokens: at least 1.
 
@@ -235,18 +235,34 @@ class KVCacheManager:
         Returns:
             False when too few blocks are free; then nothing at all has changed.
         """
-        lacking = self.num_blocks_for(request.num_tokens) + reserve - self.pool.num_free_blocks
-        if lacking > 0 and not self._may_share(request, lacking):
+        if not self.may_fit(request, reserve):
             return False
         return self.allocate_slots(request, request.num_tokens, self.get_computed_blocks(request), reserve)
 
-    def num_lacking(self, request: Request, num_tokens: int) -> int:
-        """Free blocks that are too few for the table to hold the first num_tokens tokens; 0 when there are enough."""
+    def may_fit(self, request: Request, reserve: int) -> bool:
+        """Whether `allocate_sequence` may find room. A no is certain, and soon found, however long the prefix is.
+
+        Args:
+            request: a waiting one without blocks.
+            reserve: blocks that must stay free; below 0, as many more are thought to be free.
+        """
+        lacking = self.num_blocks_for(request.num_tokens) + reserve - self.pool.num_free_blocks
+        return lacking <= 0 or self._may_share(request, lacking)
+
+    def num_lacking(self, request: Request, num_tokens: int, reserve: int = 0) -> int:
+        """Free blocks that are too few for the table to hold the first num_tokens tokens; 0 when there are enough.
+
+        Args:
+            request: with or without blocks.
+            num_tokens: how many.
+            reserve: blocks that must stay free if the table takes any.
+        """
         if request.blocks:
-            return max(0, self.num_new_blocks(request, num_tokens) - self.pool.num_free_blocks)
+            new = self.num_new_blocks(request, num_tokens)
+            return max(0, new + reserve - self.pool.num_free_blocks) if new else 0
         hits = self.get_computed_blocks(request)
         needed = self.num_blocks_for(num_tokens) - len(hits) + sum(block.ref_cnt == 0 for block in hits)
-        return max(0, needed - self.pool.num_free_blocks)
+        return max(0, needed + reserve - self.pool.num_free_blocks)
 
     def _may_share(self, request: Request, num_blocks: int) -> bool:
         """Whether a waiting request may find this many blocks of its prefix in tables of others. A no is certain.
@@ -391,7 +407,7 @@ class KVCacheManager:
         return self.pool.distrust(blocks)
 
     def relies_on(self, request: Request, distrusted: set[KVCacheBlock]) -> bool:
-        """Whether a running request holds what `distrust` returned."""
+        """Whether a request that runs, or a fork that waits, holds what `distrust` returned."""
         return not distrusted.isdisjoint(request.blocks)
 
     def tables(self, request: Request) -> list[list[KVCacheBlock]]:

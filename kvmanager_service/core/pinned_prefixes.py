@@ -120,6 +120,10 @@ class PinnedPrefixes:
         """What each pin holds: one reference for each entry."""
         return [pin.blocks for pin in self._pins.values()]
 
+    def references(self) -> dict[KVCacheBlock, int]:
+        """How many pins hold a block, by block."""
+        return {block: self._holders[block.block_id] for pin in self._pins.values() for block in pin.blocks}
+
     # --- pins come and go -----------------------------------------------------------------------------------------
 
     def pin(self, pin: PinnedPrefix) -> PinnedPrefix:
@@ -228,6 +232,10 @@ class PinnedPrefixes:
         for _ in range(num_lacking):
             self._let_go_of_one(places)
         return not kv.num_lacking(request, num_tokens)
+
+    def num_helpful(self, request: Request) -> int:
+        """Blocks that pins could let go of so that each makes up for one that a request lacks."""
+        return 0 if self._kv is None else len(self._helpful_blocks(request, self._kv))
 
     def _helpful_blocks(self, request: Request, kv: KVCache) -> set[KVCacheBlock]:
         """Blocks of which each makes up for one that the request lacks, once no pin holds it any more.

@@ -25,7 +25,7 @@ from kvmanager_service.core.step_plan import StepPlan
 from kvmanager_service.core.swap_policy import SwapPolicy
 from kvmanager_service.core.swap_space import SwapSpace
 from kvmanager_service.core.tag_outbox import TagOutbox
-from kvmanager_service.core.victims import choose_victims
+from kvmanager_service.core.victims import choose_victims, forks_beside_pins
 
 
 class Residency:
@@ -47,7 +47,7 @@ class Residency:
 
     def __init__(self, config: SchedulerConfig, kv: KVCache, num_host_blocks: int, stats: SchedulerStats) -> None:
         self.kv = kv
-        self.forks = ForkHolds()
+        self.forks = ForkHolds(kv)
         self.pins = PinnedPrefixes(config.max_pinned_fraction)
         self.pins.attach(kv)
         self.tags = TagOutbox(kv.pool)
@@ -67,6 +67,7 @@ class Residency:
         if self.swap_space is not None:
             self.swap_space.forget_all()
         self.kv = kv
+        self.forks = ForkHolds(kv)
         self.tags = TagOutbox(kv.pool)
         self.swap_space = self._make_swap_space(num_host_blocks)
         self.pins.attach(kv)
@@ -91,11 +92,10 @@ class Residency:
 
     def _admit_fork(self, fork: Request, reserve: int) -> bool:
         """It has blocks already: give it those of the rest of its known sequence."""
-        kv = self.kv
-        if kv.num_new_blocks(fork, fork.num_tokens) + reserve > kv.pool.num_free_blocks:
+        if self.kv.num_lacking(fork, fork.num_tokens, reserve):
             return False
         self.forks.discard(fork)
-        return kv.allocate_slots(fork, fork.num_tokens)
+        return self.kv.allocate_slots(fork, fork.num_tokens)
 
     def let_go(self, fork: Request) -> None:
         """A fork that waits gives its blocks back; it is then as any request that waits."""
@@ -138,23 +138,49 @@ class Residency:
             return self.kv.num_lacking(request, num_tokens)
         return self.swap_space.num_missing(request, num_tokens, plan)
 
-    def make_room(self, request: Request, num_tokens: int) -> bool:
-        """Let forks that wait, and then pins, stand back for a request that is alone or next.
+    def make_room_among_forks(self, request: Request, reserve: int) -> bool:
+        """Let forks that wait let go for whoever is next, if its blocks then leave `reserve` blocks free.
 
         They do not as long as something may come free on its way to the host.
 
         Returns:
-            Whether its first num_tokens tokens find enough blocks now, and did not before.
+            Whether it finds enough blocks now, and did not before; if not, nothing has changed. It may be asked at each
+            step, however long the prefix is, and however many forks there are.
+        """
+        kv, forks = self.kv, self.forks
+        if not len(forks) or self._others_await_host():
+            return False
+        if request not in forks:  # otherwise it has a table, and what that lacks is soon told
+            num_alone = len(forks.alone())
+            if not num_alone or not kv.may_fit(request, reserve - num_alone):
+                return False
+        num_missing = kv.num_lacking(request, request.num_tokens, reserve)
+        chosen = choose_victims((), kv, request, num_missing, holds=forks) if num_missing else []
+        for fork in chosen:
+            self.let_go(fork)
+        return bool(chosen)
+
+    def make_room(self, request: Request, num_tokens: int) -> bool:
+        """Let forks that wait, and then pins, stand back for a request that is alone, or next where nobody runs.
+
+        They do not as long as something may come free on its way to the host.
+
+        Returns:
+            Whether its first num_tokens tokens find enough blocks now, and did not before; if not, nothing has changed.
         """
         if self._others_await_host():
             return False
-        forks = [fork for fork in self.forks.newest_first() if fork is not request]
-        num_missing = self.kv.num_lacking(request, num_tokens) if forks else 0
-        if num_missing > 0:
-            chosen = choose_victims(forks, self.kv, request, num_missing)
-            for fork in chosen or forks:  # what is too little without the pins is not with them
+        kv, forks = self.kv, self.forks
+        num_missing = kv.num_lacking(request, num_tokens) if len(forks) else 0
+        if num_missing:
+            chosen = choose_victims((), kv, request, num_missing, holds=forks)
+            is_enough = bool(chosen)
+            if not is_enough:
+                num_missing -= self.pins.num_helpful(request)
+                chosen = forks_beside_pins(forks, kv, request, num_missing, self.pins.references())
+            for fork in chosen:
                 self.let_go(fork)
-            if chosen:
+            if is_enough:
                 return True
         return self.pins.make_room(request, num_tokens)
 

@@ -101,8 +101,8 @@ class Scheduler:
         """Accept a request, and what branches of it stand in the queue for themselves.
 
         One that branches off from another (`NewRequest.fork_of`) shares what is computed of the other's tokens, and
-        acknowledged: that is not computed again. It runs at once where there is a place to and nobody before it in the
-        queue. Otherwise it waits as any request, and holds what it shares; see `ForkHolds`.
+        acknowledged: that is not computed again. It waits as any request, if only for the next step, and holds that
+        meanwhile; see `ForkHolds`.
 
         Raises:
             DuplicateRequestError: the id is waiting or running.
@@ -117,26 +117,16 @@ class Scheduler:
         request, parent = requests[0], self._parent_of(new)
         if parent is not None:
             branches.require_fork(parent, request, self.kv.block_size)
-        is_next = not len(self.waiting)
         for one in requests:
             self.book.add(one)
-        if parent is not None:
-            self._share(parent, request, is_next=is_next)
+        if parent is not None and branches.fork(self.kv, parent, request, self.outstanding):
+            self.residency.forks.add(request)
         return request
 
     def _parent_of(self, new: NewRequest) -> Request | None:
         """The request that a new one branches off from. One that has ended is none, nor is another tenant's."""
         parent = self.requests.get(new.fork_of)
         return parent if parent is not None and parent.tenant == new.tenant else None
-
-    def _share(self, parent: Request, request: Request, *, is_next: bool) -> None:
-        """Let a new request have what is computed of its parent's tokens, if that can be, and run at once if it may."""
-        if branches.fork(self.kv, parent, request, self.outstanding):
-            if is_next and self.book.has_room(request):
-                self.book.start(request)
-                self.book.admitted(request)
-            else:
-                self.residency.forks.add(request)
 
     def abort(self, request_id: str, tenant: str | None = None) -> None:
         """End a request with all its branches, or one branch, wherever it stands; its blocks are free on return.

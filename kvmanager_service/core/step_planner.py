@@ -126,14 +126,16 @@ class StepPlanner:
                 break
 
     def _admit(self, request: Request, reserve: int, plan: StepPlan) -> bool:
-        """Let a waiting request run if its blocks leave `reserve` blocks free.
+        """Let a waiting request run if its blocks leave `reserve` blocks free; forks that wait behind it stand back.
 
-        Where nobody runs, nobody else needs them: then none are left free, and forks that wait and pins stand back.
+        Where nobody runs, nobody else needs them: then none are left free, and pins stand back, too.
         """
         residency = self._residency
         is_looked_up = self.kv.enable_caching and request not in residency.forks
         if self.running:
-            is_admitted = residency.admit(request, reserve, plan)
+            is_admitted = residency.admit(request, reserve, plan) or (
+                residency.make_room_among_forks(request, reserve) and residency.admit(request, reserve, plan)
+            )
         else:
             is_admitted = residency.admit(request, 0, plan) or (
                 residency.make_room(request, request.num_tokens) and residency.admit(request, 0, plan)
@@ -151,10 +153,9 @@ class StepPlanner:
     # --- blocks run short -----------------------------------------------------------------------------------------
 
     def _order_victims(self, plan: StepPlan) -> Victims:
-        """All that hold blocks, in the order in which they give way: forks that wait before those that run."""
-        order = self._residency.forks.newest_first()
-        order += self.waiting.victims(list(self.running.values()))
-        return Victims(order, self.kv, self._residency.leaving, plan)
+        """All that run, in the order in which they give way, and before them forks that wait."""
+        order = list(self.waiting.victims(list(self.running.values())))
+        return Victims(order, self.kv, self._residency.leaving, self._residency.forks, plan)
 
     def _make_way(self, request: Request, num_tokens: int, victims: Victims, plan: StepPlan) -> bool:
         """Preempt others for a request's first num_tokens tokens, or itself. Returns whether it still runs."""

@@ -1,6 +1,6 @@
 """What the executor has not been told yet of its blocks' content.
 
-Station: owned by `Scheduler`, one for each cache; every step takes along what is in it. What a tag looks like on the
+Station: owned by `Residency`, one for each cache; every step takes along what is in it. What a tag looks like on the
 wire is for `block_tag` to know.
 """
 

@@ -17,6 +17,7 @@ from kvmanager_service.core.extra_keys import KeyDomain, LoraAdapter, PromptSpan
 from kvmanager_service.core.fair_queue import FairWeights
 from kvmanager_service.core.forks import branch_id
 from kvmanager_service.core.kv_groups import FullAttention, RecurrentState, SlidingWindow
+from kvmanager_service.core.pinned_prefixes import PinnedPrefix
 from kvmanager_service.core.request import FinishReason, NewBranch, NewRequest, Request, RequestStatus
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.suspects import MAX_FAILED_STEPS
@@ -565,7 +566,6 @@ def test_fork_computes_only_what_the_parent_has_not() -> None:
     scheduler = grown(3)
     computed = scheduler.stats.tokens_computed
     child = fork(scheduler, "a", make_new("b", range(6), resumed=[7, 7, 50]))
-    assert child.status is RequestStatus.RUNNING
     assert child.num_computed_tokens == 8
     assert block_ids(child.blocks) == block_ids(scheduler.requests["a"].blocks)[:2]
     scheduler.check_integrity()
@@ -660,7 +660,7 @@ def test_fork_of_a_follower_shares_what_its_leader_has_computed() -> None:
     scheduler.add_request(with_branches(make_new("a", range(10)), 1))
     run_step(scheduler)
     child = fork(scheduler, "a#1", make_new("b", range(10)))
-    assert (child.status, child.num_computed_tokens) == (RequestStatus.RUNNING, 4)
+    assert child.num_computed_tokens == 4
     assert child.blocks[0] is scheduler.requests["a"].blocks[0]
 
 
@@ -707,6 +707,98 @@ def test_next_request_gets_the_blocks_of_forks_that_wait_behind_it_where_nobody_
     assert scheduler.kv.pool.num_free_blocks == 3
     assert rows_of(run_step(scheduler)) == {"w": (0, 16)}
     assert [child.num_computed_tokens for child in children] == [0, 0]
+
+
+def test_next_request_gets_the_blocks_of_forks_that_wait_behind_it_while_others_run() -> None:
+    """Of three forks, the newest is spared: it holds what another has, too."""
+    scheduler = make_scheduler(make_kv(num_blocks=14), max_num_seqs=2)
+    for request_id, tokens in (("a", range(8)), ("x", range(50, 54))):
+        scheduler.add_request(make_new(request_id, tokens, max_tokens=30))
+    run_step(scheduler)
+    scheduler.add_request(make_new("w", 28, max_tokens=1))  # 7 blocks, of 13 without the 4 or 5 that others hold
+    forks = [fork(scheduler, "a", make_new(name, range(8), resumed=[50])) for name in "bc"]
+    forks.append(fork(scheduler, "x", make_new("d", range(50, 54), resumed=[50])))
+    run_step(scheduler)
+    assert [len(one.blocks) for one in forks] == [2, 2, 1]
+    scheduler.abort("a")  # what it held of its prompt, forks alone hold now
+    taken = scheduler.kv.pool.get_new_blocks(scheduler.kv.pool.num_free_blocks - 5)
+    assert rows_of(scheduler.schedule()) == {"x": (5, 1), "w": (0, 28)}
+    assert [one in scheduler.residency.forks for one in forks] == [False, False, True]
+    scheduler.kv.pool.free_blocks(taken)
+    scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("held", ["by forks alone", "by others, too"])
+def test_next_request_that_forks_cannot_help_lets_them_keep_what_they_hold(held: str) -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=14), max_num_seqs=2)
+    for request_id, tokens in (("a", range(8)), ("x", range(50, 54))):
+        scheduler.add_request(make_new(request_id, tokens, max_tokens=30))
+    run_step(scheduler)
+    scheduler.add_request(make_new("w", 28, max_tokens=1))
+    child = fork(scheduler, "a", make_new("b", range(8), resumed=[50]))
+    if held == "by forks alone":
+        scheduler.abort("a")
+    else:
+        scheduler.abort("x")
+    taken = scheduler.kv.pool.get_new_blocks(scheduler.kv.pool.num_free_blocks - 4)
+    assert len(rows_of(scheduler.schedule())) == 1
+    assert child in scheduler.residency.forks
+    scheduler.kv.pool.free_blocks(taken)
+    scheduler.check_integrity()
+
+
+def test_fork_with_tokens_of_its_own_waits_until_there_are_blocks_for_all_of_them() -> None:
+    """Its first chunk would find some. Then it would be preempted, or others for it."""
+    scheduler = make_scheduler(make_kv(num_blocks=8), max_num_batched_tokens=8)
+    scheduler.add_request(make_new("a", range(6), max_tokens=20))
+    run_step(scheduler)
+    child = fork(scheduler, "a", make_new("b", range(6), resumed=range(50, 70)))
+    assert rows_of(run_step(scheduler)) == {"a": (6, 1)}
+    assert (child.status, child.num_computed_tokens) == (RequestStatus.WAITING, 6)
+    scheduler.abort("a")
+    assert rows_of(run_step(scheduler)) == {"b": (6, 8)}
+    assert scheduler.stats.preemptions == 0
+
+
+def test_fork_that_needs_no_block_does_not_wait_for_the_watermark() -> None:
+    scheduler = make_scheduler(make_kv(num_blocks=11), max_num_seqs=2, watermark=0.5)
+    for request_id, first in (("x", 60), ("a", 0)):
+        scheduler.add_request(make_new(request_id, range(first, first + 6), max_tokens=20))
+    run_step(scheduler)
+    run_step(scheduler)
+    child = fork(scheduler, "a", make_new("b", range(6), resumed=[7, 50], max_tokens=4))
+    run_step(scheduler)  # "a" writes to a copy
+    scheduler.abort("a")
+    taken = scheduler.kv.pool.get_new_blocks(scheduler.kv.pool.num_free_blocks - 1)
+    assert rows_of(scheduler.schedule()) == {"x": (8, 1), "b": (7, 1)}
+    assert child.status is RequestStatus.RUNNING
+    scheduler.kv.pool.free_blocks(taken)
+    scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("num_taken", [0, 1])
+def test_forks_and_pins_stand_back_together_or_not_at_all(num_taken: int) -> None:
+    """9 blocks: a pin has 2, a fork 2 and 5 are free; the next needs all."""
+    scheduler = make_scheduler(make_kv(num_blocks=10), max_num_seqs=1, max_pinned_fraction=1.0)
+    scheduler.pins.pin(PinnedPrefix("p", token_bytes(range(90, 98))))
+    scheduler.add_request(make_new("p", range(90, 98), max_tokens=1))
+    run_step(scheduler)
+    scheduler.add_request(make_new("a", range(6)))
+    run_step(scheduler)
+    scheduler.add_request(make_new("w", 35, max_tokens=1))
+    child = fork(scheduler, "a", make_new("b", range(6), resumed=[50]))
+    scheduler.abort("a")
+    assert (scheduler.pins.num_held_blocks, scheduler.kv.pool.num_free_blocks) == (2, 5)
+    taken = scheduler.kv.pool.get_new_blocks(num_taken)
+    step = scheduler.schedule()
+    if num_taken:
+        assert step is None
+        assert (scheduler.pins.num_held_blocks, child in scheduler.residency.forks) == (2, True)
+    else:
+        assert rows_of(step) == {"w": (0, 35)}
+        assert (scheduler.pins.num_held_blocks, child in scheduler.residency.forks) == (0, False)
+    scheduler.kv.pool.free_blocks(taken)
+    scheduler.check_integrity()
 
 
 def test_fork_that_waits_counts_no_block_twice_and_is_admitted_with_those_that_are_left() -> None:
@@ -802,29 +894,30 @@ def test_fork_of_what_the_parents_window_has_left_finds_it_in_the_cache_unless_s
     for _ in range(7):
         run_step(scheduler)
     late = fork(scheduler, "a", make_new("late", range(6), resumed=[7] * 6 + [50]))
-    assert (late.status, late.num_computed_tokens) == (RequestStatus.RUNNING, 12)
+    assert late.num_computed_tokens == 12
     pool = scheduler.kv.pool
     taken = pool.get_new_blocks(pool.num_free_blocks) if is_taken else []
     early = fork(scheduler, "a", make_new("early", range(4)))
     pool.free_blocks(taken)
-    assert early.status is (RequestStatus.WAITING if is_taken else RequestStatus.RUNNING)
+    assert early.num_computed_tokens == (0 if is_taken else 3)
     scheduler.check_integrity()
     step = run_step(scheduler)
     assert rows_of(step) == {"a": (12, 1), "late": (12, 1), "early": (0, 4) if is_taken else (3, 1)}
 
 
 def test_fork_between_checkpoints_of_a_state_computes_from_the_last_one() -> None:
-    """The states between are overwritten: there is nothing to share. At a checkpoint there is, also when it is left."""
+    """The states between are overwritten: of those there is none to share."""
     scheduler = make_scheduler(make_coordinator([FullAttention(4), RecurrentState(4)]), max_outstanding=2)
     scheduler.add_request(make_new("a", range(6), max_tokens=20))
     for _ in range(5):
         run_step(scheduler)
     scheduler.schedule()
     between = fork(scheduler, "a", make_new("between", [*range(6), 7, 50]))
-    assert (between.status, between.tables) == (RequestStatus.WAITING, [])
-    scheduler.abort("between")
+    assert between.num_computed_tokens == 4
     at_one = fork(scheduler, "a", make_new("at one", [*range(4), 50]))
-    assert (at_one.status, at_one.num_computed_tokens) == (RequestStatus.RUNNING, 4)
+    assert at_one.num_computed_tokens == 4
+    before = fork(scheduler, "a", make_new("before", range(4)))
+    assert (before.num_computed_tokens, before.tables) == (0, [])
     scheduler.check_integrity()
 
 

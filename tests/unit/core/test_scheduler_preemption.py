@@ -144,7 +144,7 @@ def test_schedule_victim_whose_blocks_are_all_shared_is_passed_over() -> None:
 
 
 def test_schedule_request_behind_which_too_few_blocks_come_free_yields_at_once() -> None:
-    """A request "grows" at a block's end in both groups; of "branch", alone behind it, one block comes free.
+    """A request "grows" at a block's end in both groups; of "branch", a fork that waits, one block comes free.
 
     That is the second group's, of which "parent", which writes first, takes a copy. Both hold the first group's.
     """
@@ -154,11 +154,11 @@ def test_schedule_request_behind_which_too_few_blocks_come_free_yields_at_once()
     scheduler.add_request(make_new("grows", 8, max_tokens=30))
     run_step(scheduler)
     new = make_new("branch", read_int32(parent.tokens(0, 5)), max_tokens=30)
-    scheduler.add_request(dataclasses.replace(new, fork_of="parent"))
-    assert list(scheduler.running) == ["parent", "grows", "branch"]
-    assert rows_of(run_step(scheduler)) == {"parent": (4, 1), "branch": (4, 1)}
-    assert waiting_ids(scheduler) == ["grows"]
+    branch = scheduler.add_request(dataclasses.replace(new, fork_of="parent"))
+    assert rows_of(run_step(scheduler)) == {"parent": (4, 1)}
+    assert waiting_ids(scheduler) == ["grows", "branch"]
     assert scheduler.stats.preemptions == 1
+    assert branch in scheduler.residency.forks
 
 
 def test_schedule_lone_request_that_outgrows_the_pool_ends_with_an_error() -> None:

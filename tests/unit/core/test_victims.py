@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvmanager_service.core.block import KVCacheBlock
+from kvmanager_service.core.fork_holds import ForkHolds
 from kvmanager_service.core.kv_cache import KVCache
 from kvmanager_service.core.kv_groups import FullAttention, KVGroup, SlidingWindow
 from kvmanager_service.core.request import Request, RequestStatus
@@ -60,7 +61,7 @@ def is_enough(kv: KVCache, request: Request, num_tokens: int, victims: Sequence[
 
 def choose(kv: KVCache, order: Sequence[Request], request: Request, num_tokens: int) -> list[Request]:
     num_missing = kv.num_lacking(request, num_tokens)
-    return Victims(order, kv, {}, make_plan(kv)).choose(request, num_missing)
+    return Victims(order, kv, {}, ForkHolds(kv), make_plan(kv)).choose(request, num_missing)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -117,7 +118,7 @@ def test_choose_two_that_share_all_they_have_free_it_together() -> None:
 def test_choose_passes_over_who_gave_its_blocks_back() -> None:
     kv = make_kv(num_blocks=4)
     grows, first, second = (start(kv, name, 4) for name in ("grows", "a", "b"))
-    victims = Victims([first, second, grows], kv, {}, make_plan(kv))
+    victims = Victims([first, second, grows], kv, {}, ForkHolds(kv), make_plan(kv))
     assert victims.choose(grows, 1) == [first]
     kv.free(first)
     assert victims.choose(grows, 1) == [second]
@@ -131,7 +132,7 @@ def test_choose_blocks_that_a_victim_waits_for_count_as_its() -> None:
     grows, waits, holds = (start(kv, name, 4, seq) for seq, name in enumerate(("grows", "waits", "holds")))
     plan = make_plan(kv)
     plan.wait(waits, 2)
-    victims = Victims([holds, waits, grows], kv, {}, plan)
+    victims = Victims([holds, waits, grows], kv, {}, ForkHolds(kv), plan)
     assert victims.choose(grows, 1) == [holds]
     assert victims.choose(grows, 3) == [waits], "two that it waits for, and its own"
     assert victims.choose(grows, 4) == [holds, waits]
@@ -142,6 +143,6 @@ def test_choose_references_on_their_way_to_the_host_are_let_go_of() -> None:
     kv = make_kv(num_blocks=3)
     grows, victim = start(kv, "grows", 4), start(kv, "a", 4)
     kv.pool.touch(victim.blocks)  # by one that is being swapped out, and shared it
-    assert Victims([victim, grows], kv, {}, make_plan(kv)).choose(grows, 1) == []
+    assert Victims([victim, grows], kv, {}, ForkHolds(kv), make_plan(kv)).choose(grows, 1) == []
     leaving = {victim.blocks[0]: 1}
-    assert Victims([victim, grows], kv, leaving, make_plan(kv)).choose(grows, 1) == [victim]
+    assert Victims([victim, grows], kv, leaving, ForkHolds(kv), make_plan(kv)).choose(grows, 1) == [victim]
