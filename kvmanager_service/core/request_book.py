@@ -297,7 +297,8 @@ class RequestBook:
         for follower in followers:
             assert follower.leader is not None, f"{follower!r} follows nobody"
             assert follower.leader.request_id in self.requests, f"{follower!r} follows one that has ended"
-            assert not (follower.blocks or follower.tables), f"{follower!r} is not forked yet and holds blocks"
+            has_blocks = bool(follower.blocks or follower.tables)
+            assert not has_blocks, f"{follower!r} is not forked yet and holds blocks"
         listed = {request_id: one for family in self.families.values() for request_id, one in family.members.items()}
         assert listed == {request_id: one for request_id, one in self.requests.items() if one.family_id}
         never_ran = [request for request in waiting if request.status is RequestStatus.WAITING]

@@ -25,7 +25,7 @@ class AdmissionOrder:
     * followers: they stand in no queue, and run from where their leader, which stood there, has sampled;
     * a suspect that runs again, where that is checked: it computes alone, so that nobody else pays for what it breaks.
 
-    Forks are not, for one runs at once only if nobody waits; nor is whoever finds its prefix in the cache, or waits for
+    Forks are not, for they wait as others do; nor is whoever finds its prefix in the cache, or waits for
     its blocks on their way to the host: those behind it wait, too.
 
     Args:

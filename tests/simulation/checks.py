@@ -40,7 +40,12 @@ class Checks:
         self._fairness = Fairness(queue, deeds) if isinstance(queue, FairQueue) else None
         self._order = AdmissionOrder(deeds.world.scheduler)
         self._held_forks = HeldForks(deeds.world.scheduler, deeds.counts)
-        deeds.world.watch = self._check_call
+        deeds.world.watch = self._check_step
+
+    def _check_step(self) -> None:
+        """After a call of the scheduler that made a step. Raises AssertionError."""
+        self._held_forks.check_next()
+        self._check_call()
 
     def _check_call(self) -> None:
         """After a call of the scheduler. Raises AssertionError."""

@@ -24,6 +24,7 @@ from kvmanager_service.core.pinned_prefixes import PinnedPrefixes
 from kvmanager_service.core.priority_policy import PriorityPolicy
 from kvmanager_service.core.request import TOKEN_BYTES, NewBranch, NewRequest, Request, SamplingParams
 from kvmanager_service.core.request_queue import FCFSQueue, PriorityQueue
+from kvmanager_service.core.residency import Residency
 from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import ScheduledRow, StepResult
@@ -182,6 +183,11 @@ def forks_share_what_is_yet_to_be_computed(patch: pytest.MonkeyPatch) -> None:
 # --- over several KV groups -------------------------------------------------------------------------------------------
 
 
+def forks_keep_what_the_next_request_lacks(patch: pytest.MonkeyPatch) -> None:
+    """As long as anybody runs."""
+    patch.setattr(Residency, "make_room_among_forks", lambda self, request, reserve: False)
+
+
 def tails_of_one_group_only_are_copied(patch: pytest.MonkeyPatch) -> None:
     """Of the others both write to the same block."""
     original = GroupForks.own_tails
@@ -258,6 +264,10 @@ def fcfs(seed: int) -> Life:
     return Life(seed, policy="fcfs")
 
 
+def crowded(seed: int) -> Life:
+    return Life(seed, crowded=True)
+
+
 def crowded_fcfs(seed: int) -> Life:
     return Life(seed, policy="fcfs", crowded=True)
 
@@ -296,6 +306,7 @@ MUTATIONS: Sequence[tuple[Mutation, Lives, int]] = [
     (priorities_are_ignored, priority, 1),
     (resumed_output_may_come_once_more, plain, 1),
     (successor_with_other_keys_is_followed, plain, 31),
+    (forks_keep_what_the_next_request_lacks, crowded, 10),
     (tails_of_one_group_only_are_copied, of("two full"), 3),
     (forked_windows_begin_a_block_late, of("full and sliding"), 3),
     (what_comes_back_goes_to_another_group, swapping("full and sliding"), 1),

@@ -752,7 +752,7 @@ def test_fork_with_tokens_of_its_own_waits_until_there_are_blocks_for_all_of_the
     scheduler = make_scheduler(make_kv(num_blocks=8), max_num_batched_tokens=8)
     scheduler.add_request(make_new("a", range(6), max_tokens=20))
     run_step(scheduler)
-    child = fork(scheduler, "a", make_new("b", range(6), resumed=range(50, 70)))
+    child = fork(scheduler, "a", make_new("b", range(6), resumed=range(50, 70), max_tokens=40))
     assert rows_of(run_step(scheduler)) == {"a": (6, 1)}
     assert (child.status, child.num_computed_tokens) == (RequestStatus.WAITING, 6)
     scheduler.abort("a")

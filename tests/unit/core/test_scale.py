@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import tracemalloc
 from collections.abc import Iterator, Sequence
@@ -11,12 +12,13 @@ import pytest
 from kvmanager_service.core.block import BlockContent, KVCacheBlock
 from kvmanager_service.core.block_hash import default_hash, hash_block_tokens
 from kvmanager_service.core.block_pool import BlockPool
+from kvmanager_service.core.fork_holds import ForkHolds
 from kvmanager_service.core.kv_cache_manager import KVCacheManager
 from kvmanager_service.core.request import Request
 from kvmanager_service.core.request_queue import FCFSQueue
 from kvmanager_service.core.step import ScheduledRow
 from kvmanager_service.core.step_plan import StepPlan
-from tests.unit.core.builders import make_kv, make_new, make_request, make_scheduler, run_step
+from tests.unit.core.builders import make_kv, make_new, make_request, make_result, make_scheduler, run_step
 
 NUM_BLOCKS = 2000
 BLOCK_SIZE = 16
@@ -194,3 +196,67 @@ def test_schedule_many_victims_in_one_step_takes_one_order_and_looks_at_each_onc
     assert orders == [num_running]
     assert len(tables) == len(set(map(id, tables))) == num_running // 2
     assert rows.walked <= 3 * num_running, "to find them by request, to claim them, to send them: not for each victim"
+
+
+@pytest.mark.patches_core
+@pytest.mark.parametrize("num_forks", [5, 50])
+def test_schedule_short_of_blocks_asks_no_fork_that_holds_only_what_others_do_for_its_table(
+    num_forks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their parent runs on, so none can free a block of the prompt, and short requests preempt each other meanwhile."""
+    asked: list[Request] = []
+    original_tables, original_hits = KVCacheManager.tables, KVCacheManager.get_computed_blocks
+
+    def tables_of(self: KVCacheManager, request: Request) -> list[list[KVCacheBlock]]:
+        asked.append(request)
+        return original_tables(self, request)
+
+    def hits_of(self: KVCacheManager, request: Request) -> list[KVCacheBlock]:
+        assert request.num_tokens < 200, (
+            "the prefix of whoever waits was walked over, though nothing can be free for it"
+        )
+        return original_hits(self, request)
+
+    prompt, num_short = range(400), 8
+    scheduler = make_scheduler(
+        make_kv(100 + 20 + 2 * num_short, 4), max_num_seqs=1 + num_short, max_num_batched_tokens=600
+    )
+    scheduler.add_request(make_new("parent", prompt, max_tokens=100))
+    for index in range(num_short):
+        scheduler.add_request(make_new(f"r{index}", 4, max_tokens=90 + index))
+    run_step(scheduler)
+    for index in range(num_forks):
+        new = make_new(f"f{index}", prompt, resumed=[50])
+        scheduler.add_request(dataclasses.replace(new, fork_of="parent"))
+    assert len(scheduler.residency.forks) == num_forks
+    monkeypatch.setattr(KVCacheManager, "get_computed_blocks", hits_of)
+    while scheduler.stats.preemptions < 5:
+        monkeypatch.setattr(KVCacheManager, "tables", tables_of)
+        step = scheduler.schedule()
+        monkeypatch.setattr(KVCacheManager, "tables", original_tables)
+        assert step is not None
+        scheduler.update(make_result(step))
+    assert len(scheduler.residency.forks) == num_forks
+    assert asked, "nobody was looked at at all"
+    assert not [one for one in asked if one.request_id.startswith("f")]
+
+
+def test_forks_that_let_go_are_the_newest_that_help() -> None:
+    """50 of them have a block each of their own, beside what all have."""
+    kv = make_kv(300, 4)
+    holds = ForkHolds(kv)
+    forks = [make_request(f"f{index}", range(400 + index), arrival_seq=index) for index in range(1, 51)]
+    parent = make_request("parent", 400)
+    assert kv.allocate_sequence(parent)
+    for fork in forks:
+        kv.pool.touch(parent.blocks)
+        fork.blocks = [*parent.blocks, *kv.pool.get_new_blocks(1)]
+        holds.add(fork)
+    own = {fork.blocks[-1] for fork in forks}
+    assert set(holds.alone()) == own
+    assert holds.choose(own, 1, parent) == [forks[-1]]
+    assert holds.choose(own, 3, parent) == forks[:-4:-1]
+    assert holds.choose({forks[10].blocks[-1]}, 1, parent) == [forks[10]]
+    kv.free(parent)
+    assert len(holds.alone()) == 150, "the prompt, too"
+    assert len(holds.choose(set(holds.alone()), 51, parent)) == 50

@@ -79,10 +79,11 @@ class GenerateRequest(google.protobuf.message.Message):
     """fork_of names a waiting or running request of the same tenant, or one of its outputs ("id#i", for i from 1), that
     this one branches off from, at most 256 characters. The prompt with resume_token_ids begins with the tokens that
     are known of that one, or is a beginning of them; the last token of the shorter may be another. Then the blocks of
-    what they have in common are shared, a partly filled one, too, and copied before either writes to it: nothing of it
-    is computed again. It changes no token of the output. While it waits to run it keeps those blocks, unless requests
-    that run need them. When that request has ended this one is as if it named none. INVALID_ARGUMENT with n above 1,
-    and, NOT_A_FORK, when its tokens, its cache_salt or its adapter are others. Empty means none.
+    what they have in common and what is computed of it are shared, a partly filled one, too, and copied before either
+    writes to it: none of that is computed again. Of a model with recurrent states it is what comes before their last
+    checkpoint. It changes no token of the output. While it waits to run it keeps those blocks, unless requests that
+    run, or whoever is next, need them. When that request has ended this one is as if it named none. INVALID_ARGUMENT
+    with n above 1, and, NOT_A_FORK, when its tokens, its cache_salt or its adapter are others. Empty means none.
     """
     adapter: builtins.str
     """adapter names the LoRA adapter that the request runs with, as KvManagerService.LoadAdapter loaded it. Empty is the
