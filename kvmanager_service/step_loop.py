@@ -21,6 +21,7 @@ from kvplane.executor.v1.executor_service_pb2 import ExecuteResponse
 from kvmanager_service.adapters import AdapterBook, adapter_lost
 from kvmanager_service.config import ManagerConfig
 from kvmanager_service.core.block_history import BlockHistory
+from kvmanager_service.core.block_tag import MAX_TAGGED_TOKENS
 from kvmanager_service.core.errors import BadResultError, CoreError
 from kvmanager_service.core.fair_queue import FairWeights
 from kvmanager_service.core.kv_cache import group_block_sizes, make_kv_cache, table_sizes
@@ -217,6 +218,14 @@ class StepLoop:
             num_host_blocks=ready.num_host_blocks,
             adopted_blocks=adopted,
         )
+        untagged = [size for size in group_block_sizes(kv) if size > MAX_TAGGED_TOKENS]
+        if untagged and self._config.enable_prefix_caching:
+            _log.warning(
+                "blocks_without_tags",
+                block_sizes=untagged,
+                max_tagged_tokens=MAX_TAGGED_TOKENS,
+                note="a restarted manager will not find what these blocks hold; start the executor with smaller ones",
+            )
         if self._config.preemption_mode != RECOMPUTE and not ready.num_host_blocks:
             _log.warning(
                 "no_swap_space",

@@ -5,16 +5,23 @@ executor never looks inside.
 
     version (1 byte) | serial (8) | parent's serial (8) | block hash (16) | length of extra keys (4) | extra keys
     | tokens
+
+A block of more tokens than fit into what an executor keeps has no tag: no restarted manager finds it, nor in its group
+anything that follows it.
 """
 
 from __future__ import annotations
 
 from kvmanager_service.core.adoption import TaggedBlock
 from kvmanager_service.core.block import BlockContent
+from kvmanager_service.core.group_key import KEY_BYTES
+from kvmanager_service.core.request import TOKEN_BYTES
 
 TAG_VERSION = 2
 MAX_TAG_BYTES = 4096
 _FIXED_BYTES = 1 + 8 + 8 + 16 + 4
+MAX_TAGGED_TOKENS = (MAX_TAG_BYTES - _FIXED_BYTES - KEY_BYTES) // TOKEN_BYTES
+"""Of a block with no extra key but its group's; every other takes room from them."""
 _END_OF_SERIALS = 1 << 63
 
 

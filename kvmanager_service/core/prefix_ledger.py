@@ -40,8 +40,6 @@ class PrefixLedger:
         block_hash: BlockHash,
         token_bytes: bytes,
         extra_keys: bytes,
-        *,
-        serial: int = 0,
     ) -> BlockContent | None:
         """The prefix that adds exactly these tokens to exactly that one, made if it is not known.
 
@@ -50,7 +48,6 @@ class PrefixLedger:
             block_hash: chain hash of the longer one.
             token_bytes: the tokens added.
             extra_keys: what else decides their K/V.
-            serial: the prefix's, when it had one before; 0 for the next.
 
         Returns:
             The prefix, or None when another one has this hash.
@@ -62,8 +59,8 @@ class PrefixLedger:
             if not prefix.is_orphan:
                 return None
             self._forget(prefix)
-        prefix = BlockContent(serial or self._pool.next_serial, block_hash, parent, token_bytes, extra_keys)
-        self._pool.next_serial += not serial
+        prefix = BlockContent(self._pool.next_serial, block_hash, parent, token_bytes, extra_keys)
+        self._pool.next_serial += 1
         prefix.held_by(_KNOWN)
         self._prefixes[block_hash] = prefix
         return prefix

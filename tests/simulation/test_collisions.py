@@ -55,11 +55,9 @@ class Collisions:
             block_hash: bytes,
             token_bytes: bytes,
             extra_keys: bytes,
-            *,
-            serial: int = 0,
         ) -> BlockContent | None:
             see(self._prefixes.get(block_hash), parent, token_bytes, extra_keys)
-            return extend(self, parent, block_hash, token_bytes, extra_keys, serial=serial)
+            return extend(self, parent, block_hash, token_bytes, extra_keys)
 
         patch.setattr(ContentLookup, "follow", seen_follow)
         patch.setattr(ContentLookup, "get_cached_block", seen_get_cached_block)

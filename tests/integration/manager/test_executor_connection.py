@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from kvplane.executor.v1 import executor_service_pb2 as pb
@@ -82,3 +83,25 @@ async def test_manager_that_never_swaps_takes_no_host_blocks_and_says_so(mode: s
     assert line["num_host_blocks"] == num_host_blocks
     unused = [entry["unused_host_blocks"] for entry in logs if entry["event"] == "swap_space_unused"]
     assert unused == ([NUM_HOST_BLOCKS] if mode == "recompute" else [])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "longest", "caching", "told"),
+    [
+        ({"block_size": 1013}, 1013, True, []),
+        ({"block_size": 1014}, 1014, True, [[1014]]),
+        ({"block_size": 1014}, 1014, False, []),
+        ({"block_size": 16, "sim_windows": (0, 64), "sim_block_sizes": (16, 1024)}, 1024, True, [[1024]]),
+    ],
+    ids=["with tags", "one group", "no prefix caching", "a window"],
+)
+async def test_manager_says_which_blocks_are_too_long_for_a_tag(
+    sizes: dict[str, Any], longest: int, caching: bool, told: list[list[int]]
+) -> None:
+    async with running_executor(sim_config(**sizes)) as server:
+        with capture_logs() as logs:
+            async with running_engine(server.address, enable_prefix_caching=caching) as (engine, _):
+                await until(lambda: engine.stats().state is ManagerState.SERVING)
+    (line,) = [entry for entry in logs if entry["event"] == "kv_cache_ready"]
+    assert max(line["group_block_sizes"]) == longest
+    assert [entry["block_sizes"] for entry in logs if entry["event"] == "blocks_without_tags"] == told

@@ -2,7 +2,9 @@ import pytest
 
 from kvmanager_service.core.adoption import TaggedBlock
 from kvmanager_service.core.block import BlockContent
-from kvmanager_service.core.block_tag import MAX_TAG_BYTES, TAG_VERSION, decode_tag, encode_tag
+from kvmanager_service.core.block_tag import MAX_TAG_BYTES, MAX_TAGGED_TOKENS, TAG_VERSION, decode_tag, encode_tag
+from kvmanager_service.core.group_key import group_key
+from kvmanager_service.core.request import TOKEN_BYTES
 from tests.unit.core.builders import token_bytes
 
 TOKENS = token_bytes([1, 2, 3, -1])
@@ -26,6 +28,14 @@ def test_encode_tag_longer_than_an_executor_keeps_is_empty() -> None:
     room = MAX_TAG_BYTES - len(tag)
     assert len(encode_tag(BlockContent(5, b"r" * 16, None, TOKENS, b"salt" + bytes(room)))) == MAX_TAG_BYTES
     assert encode_tag(BlockContent(5, b"r" * 16, None, TOKENS, b"salt" + bytes(room + 1))) == b""
+
+
+def test_max_tagged_tokens_are_the_most_of_a_block_with_its_groups_key() -> None:
+    def tag_of(num_tokens: int) -> bytes:
+        return encode_tag(BlockContent(1, b"h" * 16, None, bytes(TOKEN_BYTES * num_tokens), group_key(3)))
+
+    assert tag_of(MAX_TAGGED_TOKENS)
+    assert not tag_of(MAX_TAGGED_TOKENS + 1)
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmanager_service.core.adoption import TaggedBlock
 from kvmanager_service.core.block_hash import KeyDomain
-from kvmanager_service.core.block_tag import decode_tag, encode_tag
 from kvmanager_service.core.errors import InvalidRequestError
 from kvmanager_service.core.extra_keys import PromptSpan
 from kvmanager_service.core.kv_cache import make_kv_cache
@@ -54,17 +50,6 @@ def go_on(kv: KVCacheCoordinator, request: Request, tokens: Iterable[int]) -> No
         request.num_computed_tokens = request.num_tokens
         kv.cache_blocks(request, 0)
         kv.check_integrity([request])
-
-
-def tags_of(kv: KVCacheCoordinator) -> list[TaggedBlock]:
-    """What an executor would have of all cached blocks, through the tag's own bytes."""
-    tags = []
-    for block in kv.pool.blocks:
-        if block.content is not None:
-            tag = decode_tag(block.block_id, encode_tag(block.content))
-            assert tag is not None
-            tags.append(tag)
-    return tags
 
 
 def test_make_kv_cache_one_full_group_needs_no_coordinator() -> None:
@@ -335,73 +320,6 @@ def test_lost_step_is_never_a_hit_in_any_group() -> None:
     assert kv.pool.forget_provisional() == 4
     kv.free(request)
     assert kv.longest_hit(make_request("again", range(20))) == 8
-
-
-@pytest.mark.parametrize(
-    "groups",
-    [
-        FULL_AND_SLIDING,
-        [FullAttention(2), SlidingWindow(4, 8), RecurrentState(6)],
-        [ChunkedLocal(3, 6), SlidingWindow(4, 8)],
-    ],
-)
-def test_adopt_gives_a_new_manager_the_same_hits(groups: list[KVGroup]) -> None:
-    kv = make_coordinator(groups, 101)
-    roots = [make_request("a", range(24), salt="s"), make_request("b", [*range(13), *range(50, 61)], salt="s")]
-    for root in roots:
-        compute(kv, root)
-    wanted = [make_request("c", [*range(24), 1], salt="s"), make_request("d", [*range(13), *range(50, 62)], salt="s")]
-    hits = [kv.longest_hit(request) for request in wanted]
-    assert all(hits)
-    tags = tags_of(kv)
-    again = make_coordinator(groups, 101)
-    assert again.adopt(tags) == len(tags) > 0
-    again.check_integrity([])
-    for request in wanted:
-        request.block_hashes, request.contents = [], []
-    assert [again.longest_hit(request) for request in wanted] == hits
-    assert tags_of(again) == tags, "and it would note the same"
-
-
-def test_adopt_what_is_not_proved_from_the_first_token_on_stays_empty() -> None:
-    kv = make_coordinator([SlidingWindow(4, 8)])
-    compute(kv, make_request("a", range(20)))
-    tags = sorted(tags_of(kv), key=lambda tag: tag.serial)
-    again = make_coordinator([SlidingWindow(4, 8)])
-    assert again.adopt(tags[1:]) == 0
-    assert again.pool.num_cached_blocks == 0
-
-
-def test_adopt_full_attention_proves_what_a_window_has_kept() -> None:
-    """The first blocks of the window's chain are gone; those of full attention name the same prefixes."""
-    kv = make_coordinator(FULL_AND_SLIDING)
-    compute(kv, make_request("a", range(20)))
-    tags = [tag for tag in tags_of(kv) if tag.block_id not in (6, 7, 8)]
-    again = make_coordinator(FULL_AND_SLIDING)
-    assert again.adopt(tags) == len(tags) == 7
-    assert again.longest_hit(make_request("b", range(24))) == 20
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("block_id", 0),
-        ("block_id", 999),
-        ("block_hash", bytes(16)),
-        ("serial", 0),
-        ("token_bytes", bytes(12)),
-        ("token_bytes", bytes(16)),
-        ("extra_keys", b""),
-    ],
-)
-def test_adopt_tag_that_does_not_hold_stays_empty(field: str, value: Any) -> None:
-    kv = make_coordinator(FULL_AND_SLIDING)
-    compute(kv, make_request("a", range(4)))
-    good, _ = tags_of(kv)
-    again = make_coordinator(FULL_AND_SLIDING)
-    assert again.adopt([dataclasses.replace(good, **{field: value})]) == 0
-    again.check_integrity([])
-    assert again.adopt([good]) == 1
 
 
 def test_ledger_forgets_prefixes_that_nothing_needs() -> None:
