@@ -50,6 +50,10 @@ those that it has in common, as it counts the blocks."""
 MAX_VICTIMS = 4_096
 """Most sequences that are advised to give way for one."""
 
+MAX_SHARED_ENTRIES = 65_536
+"""Most entries of their tables that are looked at beside one for each missing block: what many share brings nothing
+before all of them go, and an engine's operation should not keep all others waiting for it."""
+
 MAX_SPANS = 4_096
 """Most spans of one sequence: what an extend that brings one costs grows with them."""
 
@@ -80,7 +84,7 @@ class BlockShortage:
         free_blocks: how many are free.
         victim_ids: sequences that should give way, first to last; together they free enough, and without any of them
             there would be too few. Empty when none should: the asking one comes last itself, or those behind it do not
-            free enough (the last `MAX_VICTIMS` of them).
+            free enough (the last `MAX_VICTIMS` of them, or fewer with `MAX_SHARED_ENTRIES`).
     """
 
     needed_blocks: int
@@ -387,15 +391,17 @@ class SequencePool:
     def _victims(self, sequence: Request, needed: int) -> tuple[str, ...]:
         """Who should give way: as few of those that rank behind this one as it takes, the last first."""
         missing = needed - self.kv.pool.num_free_blocks
-        victims = choose_victims(self._behind(sequence), self.kv, sequence, missing)
+        victims = choose_victims(self._behind(sequence, missing), self.kv, sequence, missing)
         return tuple(victim.request_id for victim in victims)
 
-    def _behind(self, sequence: Request) -> Iterator[Request]:
-        """The last `MAX_VICTIMS` of those that rank behind this one, the last first."""
+    def _behind(self, sequence: Request, num_missing: int) -> Iterator[Request]:
+        """The last that rank behind this one, the last first: `MAX_VICTIMS`, or fewer whose tables are long enough."""
         rank = _rank(sequence)
+        num_entries = num_missing + MAX_SHARED_ENTRIES
         for other in islice(reversed(self._by_rank), MAX_VICTIMS):
-            if _rank(other) <= rank:
+            if num_entries <= 0 or _rank(other) <= rank:
                 return
+            num_entries -= len(other.blocks)
             yield other
 
 
@@ -419,6 +425,7 @@ def _rank(sequence: Request) -> tuple[int, int]:
 __all__ = [
     "ENTRIES_PER_SPAN",
     "MAX_ENTRIES_PER_BLOCK",
+    "MAX_SHARED_ENTRIES",
     "MAX_SPANS",
     "MAX_VICTIMS",
     "BlockShortage",

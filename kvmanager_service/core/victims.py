@@ -201,33 +201,55 @@ class _Count:
 
     def take(self, victim: Request, *, is_alone: bool) -> None:
         """It gives its blocks back. If it is alone with that, those that suffice are looked at, the deepest first."""
-        dropped, hits = self._dropped, self._hits
-        held = self._held
+        # A shortage may look at all entries of a pool: so no call for each, and no look into what is empty.
+        dropped, leaving, hits, reusable = self._dropped, self._leaving, self._hits, self._reusable
+        held, freed_by_forks = self._held, self.freed_by_forks
+        missing = self.num_missing
         for table in self._kv.tables(victim):
             for block in reversed(table):
-                if is_alone and self.num_missing <= 0 and not self.freed_by_forks:
-                    return
+                if is_alone and missing <= 0 and not freed_by_forks:
+                    break
                 if block.ref_cnt == 1:
-                    self.num_missing -= block not in hits
-                else:
-                    dropped[block] = dropped.get(block, 0) + 1
-                    self.num_missing -= self._is_free(block)
-                    if held:
-                        self._note_if_free(block)
+                    missing -= not hits or block not in hits
+                    continue
+                num_dropped = dropped.get(block, 0) + 1
+                dropped[block] = num_dropped
+                kept = block.ref_cnt - num_dropped
+                if leaving:
+                    kept -= leaving.get(block, 0)
+                if held:
+                    kept -= self._num_held(block)
+                # As in `_is_free`.
+                if kept <= 1 and kept == int(block in reusable) and block not in hits:
+                    missing -= 1
+                    if held and self._num_held(block):
+                        freed_by_forks.add(block)
+        self.num_missing = missing
 
     def spare(self, victim: Request, num_awaited: int) -> bool:
         """It keeps its blocks, all of which were taken, and waits for `num_awaited`, unless some were missing then."""
+        dropped, leaving, hits, reusable = self._dropped, self._leaving, self._hits, self._reusable
+        held = self._held
         spare = -self.num_missing - num_awaited
         for table in self._kv.tables(victim):
             for block in reversed(table):
-                spare -= block not in self._hits if block.ref_cnt == 1 else self._is_free(block)
+                if block.ref_cnt == 1:
+                    spare -= not hits or block not in hits
+                else:
+                    kept = block.ref_cnt - dropped[block]
+                    if leaving:
+                        kept -= leaving.get(block, 0)
+                    if held:
+                        kept -= self._num_held(block)
+                    if kept <= 1 and kept == int(block in reusable) and block not in hits:
+                        spare -= 1
                 if spare < 0:
                     return False
         self.num_missing = -spare
         for table in self._kv.tables(victim):
             for block in table:
                 if block.ref_cnt > 1:
-                    self._dropped[block] -= 1
+                    dropped[block] -= 1
                     self.freed_by_forks.discard(block)
         return True
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, TypeAlias
 
 import hypothesis.strategies as st
@@ -458,6 +460,75 @@ def test_no_more_victims_are_named_than_an_answer_should_hold() -> None:
     assert isinstance(shortage, BlockShortage)
     assert len(shortage.victim_ids) == MAX_VICTIMS
     assert pool.extend("first", tokens(range(count * BLOCK))) == BlockShortage(count, 0, ())
+
+
+class CountedTable(list[KVCacheBlock]):
+    """A table that notes how many of its entries were looked at."""
+
+    looked_at = 0
+
+    def __iter__(self) -> Iterator[KVCacheBlock]:
+        for block in super().__iter__():
+            CountedTable.looked_at += 1
+            yield block
+
+    def __reversed__(self) -> Iterator[KVCacheBlock]:
+        for block in super().__reversed__():
+            CountedTable.looked_at += 1
+            yield block
+
+
+def shared_by_many(num_branches: int, num_shared: int) -> SequencePool:
+    """A pool that is full: `num_shared` blocks that all branches have, the others of "first" and one before it."""
+    pool = make_pool(2 + num_shared * (1 + num_branches // 8))
+    opened(pool, "before", 2 * BLOCK)
+    opened(pool, "first", (pool.kv.pool.num_free_blocks - num_shared) * BLOCK)
+    opened(pool, "root", num_shared * BLOCK)
+    for number in range(num_branches - 1):
+        pool.fork("root", f"f{number}")
+    assert not pool.kv.pool.num_free_blocks
+    return pool
+
+
+def shortage_of_first(pool: SequencePool, num_missing: int) -> BlockShortage:
+    shortage = pool.extend("first", b"", (len(pool.sequences["first"].blocks) + num_missing) * BLOCK)
+    assert isinstance(shortage, BlockShortage)
+    assert (shortage.needed_blocks, shortage.free_blocks) == (num_missing, 0)
+    return shortage
+
+
+@pytest.mark.skipif(is_compiled(), reason="compiled code calls what it knows: nothing to count with")
+@pytest.mark.parametrize("missing", [1, 60, 101])
+def test_a_shortage_looks_at_so_many_entries_however_many_sequences_share_them(
+    monkeypatch: pytest.MonkeyPatch, missing: int
+) -> None:
+    monkeypatch.setattr(sequence_pool, "MAX_SHARED_ENTRIES", 1_000)
+    monkeypatch.setattr(KVCacheManager, "tables", lambda self, request: [CountedTable(request.blocks)])
+    for num_branches, victims in ((9, 9), (40, 0), (400, 0)):
+        pool = shared_by_many(num_branches, 100)
+        CountedTable.looked_at = 0
+        shortage = shortage_of_first(pool, missing)
+        assert len(shortage.victim_ids) == (victims if missing <= 100 else 0)
+        assert CountedTable.looked_at <= 2 * (1_000 + missing + 100)
+
+
+@pytest.mark.skipif(is_compiled(), reason="compiled functions are not told of")
+def test_a_shortage_calls_nothing_for_each_entry() -> None:
+    """All go, and then nobody can be spared: twice all entries."""
+    pool = shared_by_many(40, 400)
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        shortage = shortage_of_first(pool, 400)
+    finally:
+        sys.setprofile(None)
+    assert len(shortage.victim_ids) == 40
+    assert calls < 40 * 10
 
 
 def test_a_pool_has_no_more_sequences_than_blocks() -> None:

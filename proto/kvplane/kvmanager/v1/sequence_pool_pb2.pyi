@@ -696,8 +696,9 @@ class BlockShortage(google.protobuf.message.Message):
     @property
     def victim_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """victim_ids are open sequences that should give way, first to last, and that together free enough, and not without
-        any of them. Empty means that none should: the sequence itself comes last, or those behind it (4,096 at most are
-        looked at) do not free enough. Wait until another one closes, or close it when it is open.
+        any of them. Empty means that none should: the sequence itself comes last, or those behind it do not free enough:
+        the last 4,096 of them, or fewer whose tables have 65,536 entries more than blocks are missing. Wait until another
+        one closes, or close it when it is open.
         """
 
     def __init__(
