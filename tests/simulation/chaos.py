@@ -54,7 +54,7 @@ class Chaos:
         self.conditions = conditions = Conditions(life)
         clock = Clock()
         self.world = world = conditions.make_world(clock, events)
-        room = pool_tokens(world.num_blocks, world.block_size, world.config, life.windows)
+        room = pool_tokens(world.num_blocks, world.block_size, world.config, life.windows, life.factors)
         self.deeds = Deeds(world, Stories(conditions, room), clock)
         self.checks = Checks(conditions, self.deeds)
         self.faults = Faults(conditions, self.deeds, self._perform)

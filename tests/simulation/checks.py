@@ -5,6 +5,8 @@ Station: owned by `Chaos`. It changes nothing but what it has checked already.
 
 from __future__ import annotations
 
+from math import gcd, lcm
+
 from kvmanager_service.core.errors import BadResultError, CoreError, PoolExhaustedError, RowFailedError
 from kvmanager_service.core.fair_queue import FairQueue
 from kvmanager_service.core.group_key import group_key
@@ -71,7 +73,7 @@ class Checks:
 
     def _check_pins(self) -> None:
         """Each pin holds its own prefix from the first block on, filled, and all together no more than they may."""
-        pins, size = self._world.scheduler.pins, self._world.block_size * TOKEN_BYTES
+        pins, sizes, prefix_size = self._world.scheduler.pins, self._group_sizes(), self._prefix_size()
         held = set()
         for pin in pins:
             assert pin.entries == self._entries_to_pin(pin)
@@ -79,25 +81,40 @@ class Checks:
                 held.add(block.block_id)
                 assert block.content is content, f"{pin.name} holds {block!r}, which has another content"
                 assert not block.provisional_step, f"{pin.name} holds {block!r}, which is yet to be filled"
-                assert content.token_bytes == pin.token_bytes[index * size : (index + 1) * size]
+                start, stop = index * sizes[group], (index + 1) * sizes[group]
+                assert content.token_bytes == pin.token_bytes[start * TOKEN_BYTES : stop * TOKEN_BYTES]
                 keys = (group_key(group) if self._windows else b"") + (b"" if index else pin.extra_keys)
                 assert content.extra_keys == keys, f"{pin.name} holds a block across keys"
-                assert len(chain_of(content)) == index + 1, f"{pin.name} holds a content in another place"
+                assert len(chain_of(content)) == start // prefix_size + 1, (
+                    f"{pin.name} holds a content in another place"
+                )
         assert len(held) == pins.num_held_blocks <= pins.limit
 
     def _entries_to_pin(self, pin: PinnedPrefix) -> list[tuple[int, int]]:
-        """By the definition: of full attention all blocks, of the others those that the next token reads."""
-        size = self._world.block_size
-        stop = pin.num_tokens // size
-        return [
-            (group, index)
-            for index in range(stop if self._conditions.caching else 0)
-            for group, window in enumerate(self._windows or (0,))
-            if (index + 1) * size > first_read(stop * size, window)
+        """By the definition: of full attention all blocks, of the others those that the next token reads.
+
+        In order of depth: by where they end. The next token is the first behind what fills blocks of all groups.
+        """
+        sizes = self._group_sizes()
+        next_token = pin.num_tokens // lcm(*sizes) * lcm(*sizes) if self._conditions.caching else 0
+        entries = [
+            (stop, group)
+            for group, (size, window) in enumerate(zip(sizes, self._windows or (0,), strict=True))
+            for stop in range(size, next_token + 1, size)
+            if stop > first_read(next_token, window)
         ]
+        return [(group, stop // sizes[group] - 1) for stop, group in sorted(entries)]
+
+    def _group_sizes(self) -> list[int]:
+        """By group, tokens per block."""
+        return [self._world.block_size * factor for factor in self._world.factors or (1,) * len(self._windows or (0,))]
+
+    def _prefix_size(self) -> int:
+        """Tokens per prefix: one ends wherever a block of some group does, and maybe between."""
+        return gcd(*self._group_sizes())
 
     def _check_contents(self, request: Request) -> None:
-        size = self._world.block_size
+        size = self._prefix_size()
         for index, content in enumerate(request.contents):
             chain = chain_of(content)
             assert len(chain) == index + 1, f"{request!r} has a content in another place than it was made for"

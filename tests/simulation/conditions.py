@@ -105,6 +105,7 @@ class Conditions:
             token_us=self.swap.choice((0, 10)),
             copy_us=self.swap.choice((0, 10 * self.block_size, 1_000)),
             windows=self.life.windows,
+            factors=self.life.factors,
         )
 
     def _make_kv(self, num_blocks: int, block_size: int, events: BlockEventLog | None) -> KVCache:
@@ -112,7 +113,7 @@ class Conditions:
         if self.life.windows:
             return KVCacheCoordinator(
                 num_blocks,
-                kv_groups(block_size, self.life.windows),
+                kv_groups(block_size, self.life.windows, self.life.factors),
                 longest_chunk=self.config.max_num_batched_tokens,
                 enable_caching=self.caching,
                 hash_function=hash_function,

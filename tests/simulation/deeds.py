@@ -71,7 +71,7 @@ class Deeds:
     def pool_tokens(self) -> int:
         """What the pool holds now."""
         world = self.world
-        return pool_tokens(world.num_blocks, world.block_size, world.config, world.windows)
+        return pool_tokens(world.num_blocks, world.block_size, world.config, world.windows, world.factors)
 
     # --- clients --------------------------------------------------------------------------------------------------
 
@@ -236,6 +236,10 @@ class Deeds:
         """The manager makes new books of what the executor has."""
         self._note_chance()
         self.world.adopt_cache()
+        contents = self.world.scheduler.kv.pool.cached_block_hash_to_block.values()
+        ends = {content.serial for content in contents}
+        if any(content.parent is not None and content.parent.serial not in ends for content in contents):
+            Counts.add(self.counts.outcomes, "adopted within a longer block")
 
     def fail_row(self, *failed: int) -> None:
         """Rows of the oldest step will fail alone."""

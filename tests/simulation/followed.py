@@ -13,7 +13,6 @@ from kvmanager_service.core.group_key import group_of
 from kvmanager_service.kv_event_messages import event_batch, snapshot_batches
 from tests.simulation.chaos import Chaos
 from tests.simulation.life import Life
-from tests.unit.core.builders import chain_of
 
 Held = dict[int, tuple[str, int, int | None, tuple[int, ...]]]
 
@@ -36,11 +35,14 @@ def held_by(pool: BlockPool) -> Held:
 def reachable_in(pool: BlockPool) -> set[str]:
     """Hashes of contents that are held, together with all before them in their group, by blocks that are filled."""
     filled = [block.content for block in pool.blocks if block.content is not None and not block.provisional_step]
-    held = {(group_of(content), content.serial) for content in filled}
+    held = {(group_of(content), content.serial): content for content in filled}
 
     def is_held_from_the_first_on(content: BlockContent) -> bool:
         group = group_of(content)  # of which the one before, a link between all groups' contents, says nothing
-        return all((group, link.serial) in held for link in chain_of(content))
+        found = held.get((group, content.serial))
+        while found is not None and found.parent is not None:
+            found = held.get((group, found.parent.serial))
+        return found is not None
 
     contents = pool.cached_block_hash_to_block.values()
     return {content.block_hash.hex() for content in contents if is_held_from_the_first_on(content)}

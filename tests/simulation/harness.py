@@ -53,11 +53,17 @@ def first_read(position: int, window: int) -> int:
     return max(0, position - (2 if window == STATE else window) + 1) if window else 0
 
 
-def pool_tokens(num_blocks: int, block_size: int, config: SchedulerConfig, windows: tuple[int, ...]) -> int:
+def pool_tokens(
+    num_blocks: int,
+    block_size: int,
+    config: SchedulerConfig,
+    windows: tuple[int, ...],
+    factors: tuple[int, ...] = (),
+) -> int:
     """Tokens of the longest sequence that the pool holds."""
     if not windows:
         return (num_blocks - 1) * block_size
-    groups = kv_groups(block_size, windows)
+    groups = kv_groups(block_size, windows, factors)
     return longest_fit(groups, num_blocks - 1, MAX_POOL_TOKENS, config.max_num_batched_tokens)
 
 

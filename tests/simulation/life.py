@@ -25,6 +25,9 @@ MODELS = {
 }
 """Windows of models with KV groups, for lives that are to meet them."""
 
+FACTORS = (1, 1, 1, 2, 3, 4)
+"""What a group's blocks may be longer by: more than half of all drawn models with several groups have unequal ones."""
+
 ONE_GROUP = "none"
 
 
@@ -36,6 +39,7 @@ class Life:
         seed: of everything else.
         windows: of the model's KV groups, 0 for full attention, -1 for a state, -n for chunks of n; none is one
             group of full attention.
+        factors: of each of these groups, how many times the pool's block size its blocks have; none is once.
         crowded: as many at once as come, and outputs as long as the pool allows: most are preempted, and often.
         one_byte: use a hash that collides all the time; None lets the seed choose.
         faults: whether anything goes wrong at all.
@@ -47,6 +51,7 @@ class Life:
 
     seed: int
     windows: tuple[int, ...] = ()
+    factors: tuple[int, ...] = ()
     crowded: bool = False
     one_byte: bool | None = None
     faults: bool = True
@@ -61,9 +66,12 @@ class Life:
         rng = random.Random(f"life of {seed}")
         windows = rng.choice(((), rng.choice(tuple(MODELS.values()))))
         crowded = rng.random() < 0.3
+        sizes = random.Random(f"block sizes of {seed}")
+        factors = tuple(sizes.choice(FACTORS) for _ in windows)
         return cls(
             seed,
             windows=windows,
+            factors=factors if len(set(factors)) > 1 else (),
             crowded=crowded,
             num_requests=12 if crowded and windows else None,  # which takes as long as others with more do
             follower_ring=rng.choice((None, None, 4, 1_000)),
@@ -78,6 +86,8 @@ class Life:
     def options(self) -> list[str]:
         """All but the seed, as command-line options; never none at all."""
         options = [f"--windows={','.join(map(str, self.windows)) or ONE_GROUP}"]
+        if self.factors:
+            options.append(f"--factors={','.join(map(str, self.factors))}")
         if self.crowded:
             options.append("--crowded")
         if self.one_byte is not None:
@@ -99,6 +109,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for names, options in (
         (["--windows"], {"type": _windows, "help": f"of the KV groups: 0 is full attention, {STATE} a state, -n"
                          f" chunks of n, {ONE_GROUP} one group of full attention"}),
+        (["--factors"], {"type": _integers, "help": "of the KV groups: how many times the block size its blocks have"}),
         (["--crowded"], {"action": "store_true", "help": "most requests are preempted"}),
         (["--one-byte"], {"action": argparse.BooleanOptionalAction, "help": "a hash that collides all the time"}),
         (["--no-faults"], {"action": "store_false", "dest": "faults", "help": "nothing goes wrong"}),
@@ -118,4 +129,8 @@ def given_life(seed: int, arguments: argparse.Namespace) -> Life:
 
 
 def _windows(text: str) -> tuple[int, ...]:
-    return () if text == ONE_GROUP else tuple(int(window) for window in text.split(","))
+    return () if text == ONE_GROUP else _integers(text)
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in text.split(","))
