@@ -283,7 +283,7 @@ class Engine(Protocol):
         """Keep a prefix's blocks, as far as they are cached and when they come to be.
 
         Raises:
-            InvalidRequestError: it fills no block.
+            InvalidRequestError: it is shorter than any hit.
             DuplicatePinError: the name pins another prefix.
             PinLimitError: pins would be too many or name too many blocks.
             PreconditionError: the manager keeps no computed blocks.

@@ -44,13 +44,13 @@ def fork_followers(plan: StepPlan, kv: KVCache, book: RequestBook) -> None:
             book.admitted(follower)
 
 
-def require_fork(parent: Request, request: Request, block_size: int) -> None:
+def require_fork(parent: Request, request: Request) -> None:
     """Raise InvalidRequestError unless a new request begins as its parent does, but for the last token of the shorter.
 
     So must what else decides their K/V. Whether anything can be shared now is of no concern.
     """
     try:
-        require_common(parent, request, min(parent.num_tokens, request.num_tokens) - 1, block_size)
+        require_common(parent, request, min(parent.num_tokens, request.num_tokens) - 1)
     except ValueError as error:
         raise InvalidRequestError("NOT_A_FORK", f"fork_of: {error}", field="fork_of") from error
 

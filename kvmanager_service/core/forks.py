@@ -25,24 +25,23 @@ def branch_id(request_id: str, index: int) -> str:
     return f"{request_id}#{index}" if index else request_id
 
 
-def require_forkable(parent: Request, child: Request, num_tokens: int, block_size: int) -> None:
+def require_forkable(parent: Request, child: Request, num_tokens: int) -> None:
     """Raise ValueError unless the K/V of the parent's first num_tokens tokens is computed and is the child's, too.
 
     Args:
         parent: whose blocks are to be shared.
         child: a request without blocks.
         num_tokens: how many tokens they are to have in common.
-        block_size: tokens per block.
     """
     known = min(parent.num_computed_tokens, parent.num_tokens)
     if not 1 <= num_tokens <= known:
         raise ValueError(f"expected to fork 1 to {known} computed tokens of {parent!r}, got {num_tokens}")
     if child.num_computed_tokens or child.blocks or child.tables:
         raise ValueError(f"expected a request without blocks to fork to, got {child!r}")
-    require_common(parent, child, num_tokens, block_size)
+    require_common(parent, child, num_tokens)
 
 
-def require_common(parent: Request, child: Request, num_tokens: int, block_size: int) -> None:
+def require_common(parent: Request, child: Request, num_tokens: int) -> None:
     """Raise ValueError unless the child's first num_tokens tokens, and what else decides their K/V, are the parent's.
 
     Both know so many tokens; whether they are computed, and where either stands, is of no concern. Otherwise as
@@ -55,5 +54,5 @@ def require_common(parent: Request, child: Request, num_tokens: int, block_size:
         differs_at = first_difference(child.spans, parent.spans, num_tokens)
     if differs_at >= 0:
         raise ValueError(
-            f"expected {child!r} to have the extra keys of {parent!r}, got others in block {differs_at // block_size}"
+            f"expected {child!r} to have the extra keys of {parent!r}, got others from token {differs_at} on"
         )

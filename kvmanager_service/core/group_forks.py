@@ -51,7 +51,7 @@ class GroupForks:
         Raises:
             ValueError: that is not so, or what the child would read is not there any more; nothing has changed.
         """
-        require_forkable(parent, child, num_tokens, self._hits.prefix_size)
+        require_forkable(parent, child, num_tokens)
         tables = [self._blocks_read_at(parent, index, num_tokens) for index in range(len(self._groups))]
         is_cached = parent.is_cacheable  # else a block that counts as findable may have been kept out of the cache
         for group, held, blocks in zip(self._groups, parent.tables, tables, strict=True):

@@ -156,7 +156,7 @@ class KVCacheManager:
         Raises:
             ValueError: that is not so; nothing has changed.
         """
-        require_forkable(parent, child, num_tokens, self.block_size)
+        require_forkable(parent, child, num_tokens)
         blocks = parent.blocks[: self.num_blocks_for(num_tokens)]
         self.pool.touch(blocks)
         self._extend_table(child, blocks)

@@ -134,7 +134,7 @@ class PinnedPrefixes:
 
         Raises:
             DuplicatePinError: the name pins another prefix.
-            InvalidRequestError: the prefix fills no block.
+            InvalidRequestError: the prefix is shorter than any hit.
             PinLimitError: there are too many pins, or they would name too many blocks.
         """
         standing = self._pins.get(pin.name)
@@ -157,8 +157,8 @@ class PinnedPrefixes:
             if not pin.entries:
                 raise InvalidRequestError(
                     "PIN_TOO_SHORT",
-                    f"expected a prefix of at least {self._kv.block_size} tokens, one block, got {pin.num_tokens}; "
-                    "pin more of it",
+                    f"expected a prefix of at least {self._kv.block_size} tokens, the shortest that can be hit, got "
+                    f"{pin.num_tokens}; pin more of it",
                     block_size=self._kv.block_size,
                     num_tokens=pin.num_tokens,
                 )

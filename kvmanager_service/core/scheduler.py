@@ -116,7 +116,7 @@ class Scheduler:
             require_fit(self.kv, request)
         request, parent = requests[0], self._parent_of(new)
         if parent is not None:
-            branches.require_fork(parent, request, self.kv.block_size)
+            branches.require_fork(parent, request)
         for one in requests:
             self.book.add(one)
         if parent is not None and branches.fork(self.kv, parent, request, self.outstanding):

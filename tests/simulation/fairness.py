@@ -41,9 +41,9 @@ class Fairness:
             tokens = produced[tenant] - self._produced[tenant]
             charged = served[tenant] - self._served[tenant]
             assert charged >= tokens * DEFAULT_WEIGHTS.output, f"{tenant!r} got {tokens} tokens for {charged}"
-        stayed = self._backlogged & backlogged
-        for tenant in backlogged - self._backlogged if stayed else ():
-            floor = min(self._served[other] for other in stayed)
+        # One who waited before may have ended after another came, which then came to the lowest of both.
+        floor = min((self._served[other] for other in self._backlogged), default=0.0)
+        for tenant in backlogged - self._backlogged if self._backlogged & backlogged else ():
             assert served[tenant] >= floor, f"{tenant!r} came with {served[tenant]}: others that wait have {floor}"
         self._backlogged, self._open, self._served, self._produced = backlogged, opened, served, produced
 

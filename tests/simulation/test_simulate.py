@@ -89,6 +89,7 @@ def run_simulate(monkeypatch: pytest.MonkeyPatch, command: str) -> int:
     [
         *LIVES,
         Life(1, (-1, 0), one_byte=True, faults=False, policy="fair", preemption_mode="auto", follower_ring=1_000),
+        Life(3, (0, 10, -1), (1, 2, 4), crowded=True),
         Life(2, one_byte=False, num_requests=3, policy="fcfs"),
     ],
 )
@@ -105,6 +106,11 @@ def test_life_without_options_is_drawn_and_of_every_kind() -> None:
         (a, b) for a in (False, True) for b in (False, True)
     }
     assert {life.follower_ring for life in lives} == {None, 4, 1_000}
+    assert {(len(life.windows) > 1, bool(life.factors)) for life in lives} == {
+        (False, False),
+        (True, False),
+        (True, True),
+    }
 
 
 @pytest.mark.patches_core

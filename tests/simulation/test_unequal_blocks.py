@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import Counter
 
 import pytest
 
@@ -17,7 +18,10 @@ from kvmanager_service.core.kv_cache import KVCache, make_kv_cache
 from kvmanager_service.core.request import NewRequest, StopRules
 from kvmanager_service.core.scheduler_config import PREEMPTION_MODES, SchedulerConfig
 from kvmanager_service.engine_views import group_block_sizes
+from tests.simulation.chaos import Chaos
 from tests.simulation.harness import VOCAB_SIZE, World, kv_groups
+from tests.simulation.life import Life
+from tests.simulation.test_faults import FIRST_SEED
 
 MODELS = {
     "full 3, sliding 6": ((0, 10, 10), (1, 2, 2)),
@@ -26,6 +30,9 @@ MODELS = {
     "two full, 3 and 12": ((0, 0), (1, 4)),
     "full 3, sliding 6, states 12": ((0, 9, -1, -1), (1, 2, 4, 4)),
 }
+WITHIN_LONGER = {"full 6, sliding 3", "full 6, chunks 9"}
+"""Those where a block that is left of a window can start where none of full attention does."""
+
 BLOCK_SIZE, NUM_REQUESTS = 3, 60
 
 
@@ -87,6 +94,36 @@ def test_unequal_blocks_lost_steps_and_restarts_change_no_output(model: str) -> 
     stats = live(*MODELS[model], "swap", faults=True).scheduler.stats
     assert stats.prefix_hits > 0
     assert stats.reschedules > 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_unequal_blocks_lives_full_of_faults_every_output_is_the_oracles_and_all_is_met(model: str) -> None:
+    """Pins, forks, preemptions by every mode, and adoptions of what starts within a longer block."""
+    windows, factors = MODELS[model]
+    met: Counter[str] = Counter()
+    for index in range(8):
+        mode = PREEMPTION_MODES[index % len(PREEMPTION_MODES)]
+        is_crowded = index % 2 == 0
+        chaos = Chaos(
+            Life(
+                FIRST_SEED + index,
+                windows,
+                factors,
+                crowded=is_crowded,
+                num_requests=12 if is_crowded else None,
+                preemption_mode=mode,
+            )
+        )
+        counts = chaos.run()
+        met.update(counts.faults)
+        met.update(counts.outcomes)
+        stats = chaos.world.scheduler.stats
+        met.update(preempted=stats.preemptions, hit=stats.prefix_hits, left=stats.swapped_out, back=stats.swapped_in)
+    expected = ["preempted", "hit", "left", "back", "pinned", "adopt_cache", "lose_stream", "fail_row"]
+    if model in WITHIN_LONGER:
+        expected.append("adopted within a longer block")
+    for event in expected:
+        assert met[event], f"{event} was never met: {dict(met)}"
 
 
 def test_unequal_blocks_tables_in_the_size_of_the_first_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,9 +258,9 @@ SPAN = PromptSpan(KeyDomain.MULTIMODAL_ITEM, bytes(16), 1, 2)
         (make_request("p", range(8)), make_request("c", range(8)), 7, "1 to 6 computed tokens"),
         (make_request("p", range(8)), make_request("c", [0, 1, 2, 9]), 4, "begin with the 4 tokens"),
         (make_request("p", range(8)), make_request("c", range(3)), 4, "begin with the 4 tokens"),
-        (make_request("p", range(8), salt="s"), make_request("c", range(8)), 4, "others in block 0"),
-        (make_request("p", range(8)), make_request("c", range(8), lora=LoraAdapter("l")), 4, "others in block 0"),
-        (make_request("p", range(8)), make_request("c", range(8), spans=[SPAN]), 4, "others in block 0"),
+        (make_request("p", range(8), salt="s"), make_request("c", range(8)), 4, "others from token 0"),
+        (make_request("p", range(8)), make_request("c", range(8), lora=LoraAdapter("l")), 4, "others from token 0"),
+        (make_request("p", range(8)), make_request("c", range(8), spans=[SPAN]), 4, "others from token 1"),
     ],
     ids=["none", "not-computed", "other-tokens", "too-short", "salt", "lora", "spans"],
 )

@@ -203,9 +203,13 @@ def test_pins_too_many_are_refused() -> None:
         scheduler.pins.pin(make_pin("one more", range(8)))
 
 
-def test_pin_of_less_than_a_block_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="at least 4 tokens, one block, got 3"):
+def test_pin_that_is_shorter_than_any_hit_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="at least 4 tokens, the shortest that can be hit, got 3"):
         make().pins.pin(make_pin("short", [1, 2, 3]))
+    scheduler = make_scheduler(make_coordinator([FullAttention(4), SlidingWindow(6, 6)]), max_pinned_fraction=1.0)
+    with pytest.raises(InvalidRequestError, match="at least 12 tokens, the shortest that can be hit, got 11"):
+        scheduler.pins.pin(make_pin("two full blocks, and one of the window", range(11)))
+    assert len(scheduler.pins.pin(make_pin("enough", range(12))).entries) == 4
 
 
 def test_pins_stand_back_for_a_lone_request_that_grows_to_the_whole_pool() -> None:
