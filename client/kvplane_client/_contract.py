@@ -4,12 +4,14 @@ Station: owned by ``AsyncClient``; whoever starts an attempt has its request che
 after its time, as every server of proto3 does. Where that would let requests share K/V that must not, or mix up whose
 output is whose, the contract marks the field (``known_since``), and nothing is sent.
 
-One that a manager knows is asked for once a connection, and only by requests that have such a field: a manager that is
-replaced by an older one breaks the connection.
+What a manager knows is asked for once a connection, however many requests wait for the answer, and only by requests
+that have such a field: a manager that is replaced by an older one breaks the connection. That it broke is seen when the
+next call is made, since no channel connects anew but for a call: whoever makes one has it noted first.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from functools import cache
 from typing import TypeAlias
@@ -22,11 +24,13 @@ from kvplane.common.v1 import common_pb2
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
 from kvplane_client._stubs import Stubs
-from kvplane_client.errors import ManagerTooOldError, error_from_rpc
+from kvplane_client.errors import DeadlineExceededError, ManagerTooOldError, error_from_rpc
+from kvplane_client.retry import Deadline
 
 __all__ = ["ManagerContract", "marked_fields"]
 
 _METHOD_FORBIDDEN = "METHOD_FORBIDDEN"
+_TENANT = "tenant"
 _Marks: TypeAlias = dict[str, tuple[int, bool]]
 """Of a message type, by field: its ``known_since``, and whether its own message has marks. Others are not in it."""
 
@@ -40,7 +44,30 @@ class ManagerContract:
 
     def __init__(self, stubs: Stubs) -> None:
         self._stubs = stubs
-        self._version: int | None = None
+        self._question: _Question | None = None
+
+    def note_connection(self) -> None:
+        """Forgets the answer of a connection that is no more. To be called before each call, and with what is sent."""
+        if self._question is None or self._question.version is None:
+            return
+        if self._stubs.channel.get_state() is not grpc.ChannelConnectivity.READY:
+            self._question = None  # who answers next may be another
+
+    def allows(self, request: Message) -> bool:
+        """Whether a request may be sent, without asking: False means that ``require`` would have to ask.
+
+        Raises:
+            ManagerTooOldError: It may not.
+        """
+        self.note_connection()
+        marked = dict(marked_fields(request))
+        if not marked:
+            return True
+        version = None if self._question is None else self._question.version
+        if version is None:
+            return False
+        _check(marked, version)
+        return True
 
     async def require(self, request: Message, timeout: float | None) -> None:  # noqa: ASYNC109 - of the call within
         """Returns if the manager knows all that must not be ignored of a request. To be called before each attempt.
@@ -51,29 +78,83 @@ class ManagerContract:
 
         Raises:
             ManagerTooOldError: It does not.
+            DeadlineExceededError: It did not say in time.
             grpc.aio.AioRpcError: The manager could not be asked.
         """
-        if self._version is not None and self._stubs.channel.get_state() is not grpc.ChannelConnectivity.READY:
-            self._version = None  # who answers next may be another
-        marked = dict(marked_fields(request))
-        if not marked:
-            return
-        if self._version is None:
-            self._version = await self._ask(timeout)
-        unknown = {path: since for path, since in marked.items() if since > self._version}
-        if unknown:
-            raise _too_old(unknown, self._version)
+        deadline = Deadline(timeout)
+        while not self.allows(request):
+            await self._answer(deadline)
 
-    async def _ask(self, timeout: float | None) -> int:  # noqa: ASYNC109 - of the call within
+    async def _answer(self, deadline: Deadline) -> None:
+        """Waits for the answer of the connection as it is. It may be another's by the time it is read."""
+        question = self._question
+        if question is None:
+            question = self._question = _Question(self._stubs)
         try:
-            answer = await self._stubs.inference.GetContract(pb.GetContractRequest(), timeout=timeout)
+            await question.wait(deadline)
+        finally:
+            if self._question is question and question.is_in_vain:
+                self._question = None  # the next one asks anew
+
+
+class _Question:
+    """GetContract of one connection, asked for all who wait for the answer, and given up when nobody does any more.
+
+    Args:
+        stubs: Where to ask.
+
+    Attributes:
+        version: The answer; None until there is one.
+    """
+
+    def __init__(self, stubs: Stubs) -> None:
+        self.version: int | None = None
+        self._num_waiting = 0
+        self._task = asyncio.create_task(self._ask(stubs), name="kvplane-contract")
+
+    @property
+    def is_in_vain(self) -> bool:
+        """Whether it will have no answer: it failed, or was given up."""
+        return self.version is None and (self._task.done() or not self._num_waiting)
+
+    async def wait(self, deadline: Deadline) -> None:
+        """Returns when there is an answer.
+
+        Raises:
+            DeadlineExceededError: It did not come in time.
+            grpc.aio.AioRpcError: None will come.
+        """
+        self._num_waiting += 1
+        try:
+            await asyncio.wait({self._task}, timeout=deadline.remaining())
+        finally:
+            self._num_waiting -= 1
+            if not self._num_waiting:
+                self._task.cancel()
+        if not self._task.done():
+            raise DeadlineExceededError("the deadline passed before the manager said which contract it has")
+        self._task.result()
+
+    async def _ask(self, stubs: Stubs) -> None:
+        try:
+            answer = await stubs.inference.GetContract(pb.GetContractRequest())
         except grpc.aio.AioRpcError as rpc_error:
-            # From before the method. The second where it has --api-keys: no tenant may call what it does not know.
-            is_unknown = rpc_error.code() is grpc.StatusCode.UNIMPLEMENTED
-            if is_unknown or error_from_rpc(rpc_error).reason == _METHOD_FORBIDDEN:
-                return 0
-            raise
-        return answer.contract_version
+            if not _is_of_before(rpc_error):
+                raise
+            self.version = 0
+        else:
+            self.version = answer.contract_version
+
+
+def _is_of_before(rpc_error: grpc.aio.AioRpcError) -> bool:
+    """Whether a manager refused GetContract as one from before the method does.
+
+    Where it has --api-keys, what it does not know is for operators, so it says to tenants that they may not.
+    """
+    if rpc_error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return True
+    error = error_from_rpc(rpc_error)
+    return error.reason == _METHOD_FORBIDDEN and error.metadata.get("role") == _TENANT
 
 
 def marked_fields(message: Message) -> Iterator[tuple[str, int]]:
@@ -104,6 +185,12 @@ def _marks(descriptor: Descriptor) -> _Marks:
         if since or has_below:
             marks[field.name] = since, has_below
     return marks
+
+
+def _check(marked: dict[str, int], version: int) -> None:
+    unknown = {path: since for path, since in marked.items() if since > version}
+    if unknown:
+        raise _too_old(unknown, version)
 
 
 def _too_old(unknown: dict[str, int], version: int) -> ManagerTooOldError:

@@ -14,6 +14,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 from kvplane.kvmanager.v1 import inference_service_pb2 as pb
 
+from kvplane_client._contract import ManagerContract
 from kvplane_client._stubs import Stubs
 from kvplane_client.errors import UnavailableError, error_from_rpc
 from kvplane_client.retry import Deadline
@@ -37,11 +38,12 @@ class _Missing:
     message: str
 
 
-async def wait_until_ready(stubs: Stubs, deadline: Deadline) -> pb.GetModelResponse:
+async def wait_until_ready(stubs: Stubs, contract: ManagerContract, deadline: Deadline) -> pb.GetModelResponse:
     """Polls until the manager is ready.
 
     Args:
         stubs: Where to ask.
+        contract: What the manager knows; it may be another one after each probe.
         deadline: When to give up.
 
     Returns:
@@ -60,6 +62,7 @@ async def wait_until_ready(stubs: Stubs, deadline: Deadline) -> pb.GetModelRespo
                 metadata={"target": stubs.target, "missing": missing.what},
             )
         seconds = _PROBE_SECONDS if remaining is None else min(_PROBE_SECONDS, remaining)
+        contract.note_connection()
         answer = await _probe(stubs, seconds)
         if isinstance(answer, pb.GetModelResponse):
             return answer

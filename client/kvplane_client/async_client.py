@@ -360,6 +360,7 @@ class AsyncClient:
             include_token_ids=include_token_ids,
             include_keys=include_keys,
         )
+        self._calls.contract.note_connection()
         call = self._stubs.manager.WatchKvEvents(request)
         try:
             async for response in call:
@@ -450,7 +451,8 @@ class AsyncClient:
         Raises:
             UnavailableError: It is not ready in time; the message says what it was waiting for.
         """
-        return _convert.model_from(await wait_until_ready(self._stubs, Deadline(timeout)))
+        model = await wait_until_ready(self._stubs, self._calls.contract, Deadline(timeout))
+        return _convert.model_from(model)
 
     def _deadline(self, seconds: float | None) -> Deadline:
         """When a generation must have ended: as it says itself, or as the client does."""

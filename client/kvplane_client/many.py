@@ -156,9 +156,10 @@ class ManyStream:
 
     async def _one_call(self, retry: RetryState) -> KvPlaneError:
         """Serves one call until it ends and returns why it did."""
+        self._calls.contract.note_connection()
         call = self._stub.GenerateMany()
         self._orders = asyncio.Queue()
-        for request in self._requests.values():
+        for request in list(self._requests.values()):
             self._send(request)
         writer = asyncio.create_task(self._write(call, self._orders), name="kvplane-many-writer")
         try:
@@ -181,29 +182,60 @@ class ManyStream:
 
     async def _write(self, call: _Call, orders: asyncio.Queue[pb.GenerateManyRequest]) -> None:
         """Writes orders until the call ends; why it ended is the reader's to tell."""
+        withheld: set[str] = set()
         while True:
             order = await orders.get()
-            if order.HasField("generate") and not await self._may_send(order.generate):
+            if self._is_overtaken(order, withheld):
                 continue
             try:
                 await call.write(order)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return
 
-    async def _may_send(self, attempt: pb.GenerateRequest) -> bool:
-        """Whether the manager knows all that must not be ignored of an attempt; else its request fails with why not."""
+    def _is_overtaken(self, order: pb.GenerateManyRequest, withheld: set[str]) -> bool:
+        """Whether an order starts a request that ended before its turn, or aborts one that so was never started."""
+        if order.HasField("generate"):
+            wire_id = order.generate.request_id
+            if wire_id in self._requests:
+                return False
+            withheld.add(wire_id)
+            return True
+        if order.abort_request_id in withheld:
+            withheld.remove(order.abort_request_id)
+            return True
+        return False
+
+    async def _ask(self, request: ManyRequest) -> None:
+        """Sends a request once the manager has said that it knows what must not be ignored of it; else it fails.
+
+        Nobody waits but this request, and no longer than it lives: who forgets it ends this task.
+        """
+        error: KvPlaneError
+        attempt = request.state.attempt()
         try:
-            await self._calls.contract.require(attempt, Deadline(self._calls.timeout).remaining())
+            if (question := self._parents_question(attempt)) is not None:
+                await asyncio.wait({question})
+            await self._calls.contract.require(attempt, timeout=None)
         except grpc.aio.AioRpcError as rpc_error:
             error = error_from_rpc(rpc_error)
         except ManagerTooOldError as too_old:
             error = too_old
+        except asyncio.CancelledError:
+            if task_is_cancelled():
+                raise
+            error = RequestCancelledError("the client was closed before the request was sent")
         else:
-            return True
-        request = self._requests.get(attempt.request_id)
-        if request is not None:
-            self._request_failed(request, error)
-        return False
+            request.question = None
+            self._send(request)
+            return
+        request.question = None
+        self._request_failed(request, error)
+
+    def _parents_question(self, attempt: pb.GenerateRequest) -> asyncio.Task[None] | None:
+        """What the parent of a fork, whom the manager has to know first, waits for."""
+        output = attempt.fork_of
+        parent = self._requests.get(output) or self._requests.get(output.rpartition("#")[0])
+        return None if parent is None else parent.question
 
     def _dispatch(self, response: pb.GenerateManyResponse, retry: RetryState) -> None:
         for output in response.outputs:
@@ -245,12 +277,24 @@ class ManyStream:
         request.sent = False
 
     def _send(self, request: ManyRequest) -> None:
-        """Sends a request's current attempt, once; without a call it waits for the next one."""
+        """Sends a request's current attempt, once; without a call it waits for the next one.
+
+        Where the manager has to be asked first, others overtake it, but for its forks.
+        """
         live = self._requests.get(request.state.wire_id) is request
-        if self._orders is None or request.sent or not live:
+        if self._orders is None or request.sent or request.question is not None or not live:
+            return
+        attempt = request.state.attempt()
+        try:
+            may_send = self._parents_question(attempt) is None and self._calls.contract.allows(attempt)
+        except ManagerTooOldError as too_old:
+            self._request_failed(request, too_old)
+            return
+        if not may_send:
+            request.question = asyncio.create_task(self._ask(request), name="kvplane-many-question")
             return
         request.sent = True
-        self._order(pb.GenerateManyRequest(generate=request.state.attempt()))
+        self._order(pb.GenerateManyRequest(generate=attempt))
         if request.abort_asked:
             self._order(pb.GenerateManyRequest(abort_request_id=request.state.wire_id))
 
@@ -270,6 +314,8 @@ class ManyStream:
         del self._requests[request.state.wire_id]
         if request.expiry is not None:
             request.expiry.cancel()
+        if request.question is not None:
+            request.question.cancel()
 
     def _fail_all(self, error: KvPlaneError) -> None:
         for request in list(self._requests.values()):

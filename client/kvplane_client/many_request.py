@@ -55,6 +55,7 @@ class ManyRequest:
         self.sent = False
         self.abort_asked = False
         self.expiry: asyncio.TimerHandle | None = None
+        self.question: asyncio.Task[None] | None = None
 
     def __aiter__(self) -> Self:
         return self

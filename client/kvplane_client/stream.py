@@ -19,7 +19,6 @@ from kvplane_client._stubs import task_is_cancelled
 from kvplane_client.errors import (
     InternalError,
     KvPlaneError,
-    ManagerTooOldError,
     NotFoundError,
     RequestCancelledError,
     error_from_rpc,
@@ -131,6 +130,7 @@ class GenerationStream:
         """
         try:
             order = pb.AbortRequest(request_id=self._request.wire_id)
+            self._contract.note_connection()
             await self._stub.Abort(order, timeout=self._deadline.remaining())
         except grpc.aio.AioRpcError as rpc_error:
             error = error_from_rpc(rpc_error)
@@ -148,7 +148,7 @@ class GenerationStream:
         attempt = self._request.attempt()
         try:
             await self._contract.require(attempt, self._deadline.remaining())
-        except ManagerTooOldError:
+        except KvPlaneError:
             self._closed = True
             raise
         return self._stub.Generate(attempt, timeout=self._deadline.remaining())
