@@ -137,6 +137,27 @@ class KvSession:
         self._last_profiled = key
         return self._profiles[key]
 
+    def require_known_block_sizes(self, are_known: bool) -> None:
+        """Refuse a manager that would take all KV groups' blocks for blocks of one size, where they are not.
+
+        Args:
+            are_known: whether it said that it goes by each group's own.
+
+        Raises:
+            FailedPreconditionError: it did not, and a group has its own.
+        """
+        info = self.model_info
+        sizes = info.group_block_sizes
+        if are_known or all(size == info.block_size for size in sizes):
+            return
+        named = ", ".join(map(str, sizes))
+        raise FailedPreconditionError(
+            "GROUP_BLOCK_SIZES_UNKNOWN",
+            f"knows_group_block_sizes: expected a manager that knows block sizes of KV groups' own, which are {named}"
+            " here, got one that does not say so; upgrade the manager, or serve a model whose groups have equal ones",
+            group_block_sizes=named,
+        )
+
     def initialize(self, num_blocks: int, num_host_blocks: int = 0) -> KvState:
         """Allocate the cache under the limits profiled last, and start a new epoch.
 

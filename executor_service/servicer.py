@@ -108,6 +108,7 @@ class ExecutorServicer(pb_grpc.ExecutorServiceServicer):
     async def InitializeKvCache(  # noqa: N802, D102
         self, request: pb.InitializeKvCacheRequest, context: _Context
     ) -> pb.InitializeKvCacheResponse:
+        await self._call(context, self._session.require_known_block_sizes, request.knows_group_block_sizes)
         cache = await self._call(context, self._session.initialize, request.num_blocks, request.num_host_blocks)
         return pb.InitializeKvCacheResponse(kv_cache=_kv_cache(cache))
 
@@ -125,6 +126,7 @@ class ExecutorServicer(pb_grpc.ExecutorServiceServicer):
     async def ListBlockTags(  # noqa: N802, D102
         self, request: pb.ListBlockTagsRequest, context: _Context
     ) -> AsyncIterator[pb.ListBlockTagsResponse]:
+        await self._call(context, self._session.require_known_block_sizes, request.knows_group_block_sizes)
         tags = await self._call(context, self._session.list_tags, request.kv_epoch)
         for block_ids, values in portions(tags):
             # A reset between two portions makes the rest of the copy a list of what is gone.

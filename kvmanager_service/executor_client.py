@@ -178,7 +178,9 @@ class ExecutorConnection:
                 return ReadyExecutor(info, info.kv_cache, tagged, num_unwanted)
             initialized = _readable(
                 await self._stub.InitializeKvCache(
-                    pb.InitializeKvCacheRequest(num_blocks=profile.num_blocks, num_host_blocks=num_host_blocks),
+                    pb.InitializeKvCacheRequest(
+                        num_blocks=profile.num_blocks, num_host_blocks=num_host_blocks, knows_group_block_sizes=True
+                    ),
                     timeout=PROFILE_TIMEOUT_S,
                 )
             )
@@ -202,7 +204,7 @@ class ExecutorConnection:
         return info
 
     async def _list_tags(self, kv_cache: pb.KvCacheState, on_progress: Callable[[], None]) -> list[TaggedBlock]:
-        request = pb.ListBlockTagsRequest(kv_epoch=kv_cache.kv_epoch)
+        request = pb.ListBlockTagsRequest(kv_epoch=kv_cache.kv_epoch, knows_group_block_sizes=True)
         tagged: list[TaggedBlock] = []
         async for portion in self._stub.ListBlockTags(request, timeout=TAGS_TIMEOUT_S):
             _readable(portion)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from math import lcm
 
 from kvplane.executor.v1 import executor_service_pb2 as pb
 
 from kvmanager_service.core.kv_groups import ChunkedLocal, FullAttention, KVGroup, RecurrentState, SlidingWindow
 
-__all__ = ["MAX_GROUPS", "UnsupportedGroupsError", "longest_fit", "read_groups"]
+__all__ = ["MAX_GROUPS", "UnsupportedGroupsError", "longest_fit", "read_groups", "shortest_hit"]
 
 MAX_GROUPS = 64
 """A step carries a table per group and row; no model comes near."""
+
+_MAX_INT32 = 2**31 - 1
 
 
 class UnsupportedGroupsError(ValueError):
@@ -31,12 +34,23 @@ def read_groups(kv_groups: Sequence[pb.KvGroup], block_size: int) -> list[KVGrou
         block_size: tokens per block, at least 1, of groups that have no block size of their own.
 
     Raises:
-        UnsupportedGroupsError: none, too many, or one of a type, window, chunk or block size that the core does not
-            know.
+        UnsupportedGroupsError: none, too many, one of a type, window, chunk or block size that the core does not
+            know, or block sizes whose least common multiple, which is told as `PoolStats.block_size`, is no int32.
     """
     if not 1 <= len(kv_groups) <= MAX_GROUPS:
         raise UnsupportedGroupsError(f"1 to {MAX_GROUPS} groups, got {len(kv_groups)}")
-    return [_read_group(index, group, block_size) for index, group in enumerate(kv_groups)]
+    groups = [_read_group(index, group, block_size) for index, group in enumerate(kv_groups)]
+    if (multiple := shortest_hit(groups)) > _MAX_INT32:
+        sizes = ", ".join(str(size) for size in sorted({group.block_size for group in groups}))
+        raise UnsupportedGroupsError(
+            f"block sizes with a common multiple of at most {_MAX_INT32}, got {sizes}, whose least is {multiple}"
+        )
+    return groups
+
+
+def shortest_hit(groups: Sequence[KVGroup]) -> int:
+    """Tokens that every hit is a multiple of: the least common multiple of the groups' block sizes."""
+    return lcm(*(group.block_size for group in groups))
 
 
 def _read_group(index: int, group: pb.KvGroup, default_block_size: int) -> KVGroup:

@@ -34,6 +34,7 @@ from kvmanager_service.executor_client import (
     LoadedAdapter,
     ReadyExecutor,
 )
+from kvmanager_service.executor_groups import read_groups, shortest_hit
 from kvmanager_service.executor_race import LEASE_OVER, ExecutorRace, PreparedExecutor
 from kvmanager_service.executor_switch import ExecutorSwitch, SwitchOrder
 from kvmanager_service.racing import first_of
@@ -142,10 +143,24 @@ class ExecutorLife:
             require_model(self.model, ready.info)
             require_geometry(ready)
             require_length(self.model, ready, self._steps.longest_chunk)
-            return self.model or await load_model(ready.info)
+            model = self.model or await load_model(ready.info)
         except ExecutorUnfitError as unfit:
             self._reject(executor, unfit)
             raise ExecutorLostError(str(unfit)) from unfit
+        self._warn_of_no_hits(executor, ready, model.max_model_len)
+        return model
+
+    def _warn_of_no_hits(self, executor: RegisteredExecutor, ready: ReadyExecutor, max_model_len: int) -> None:
+        """Say so where no prefix can be found again: a hit is whole blocks of all groups, and leaves a token over."""
+        tokens = shortest_hit(read_groups(ready.info.kv_groups, ready.kv_cache.block_size))
+        if self._config.enable_prefix_caching and tokens >= max_model_len:
+            _log.warning(
+                "prefix_hits_impossible",
+                executor_id=executor.executor_id,
+                shortest_hit=tokens,
+                max_model_len=max_model_len,
+                advice="start the executor with block sizes that are multiples of each other, and below max_model_len",
+            )
 
     async def _use(self, prepared: PreparedExecutor) -> None:
         """Run steps on an executor until it is lost. Raises ExecutorLostError then."""

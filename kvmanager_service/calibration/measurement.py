@@ -201,7 +201,7 @@ class _Executor:
 
     async def initialize(self, num_blocks: int) -> pb.KvCacheState:
         """A cache of that many blocks."""
-        request = pb.InitializeKvCacheRequest(num_blocks=num_blocks)
+        request = pb.InitializeKvCacheRequest(num_blocks=num_blocks, knows_group_block_sizes=True)
         response: pb.InitializeKvCacheResponse = await self._call(
             self._stub.InitializeKvCache(request, timeout=PROFILE_TIMEOUT_S)
         )

@@ -346,6 +346,23 @@ class TakesAnyNumberOfTables(Wire):
             yield request
 
 
+class MakesACacheForAnyManager(Wire):
+    """Asks no manager whether it knows groups' own block sizes before it makes a cache."""
+
+    async def InitializeKvCache(self, request, context):  # noqa: N802
+        request.knows_group_block_sizes = True
+        return await super().InitializeKvCache(request, context)
+
+
+class ListsTagsToAnyManager(Wire):
+    """Asks none before it hands a cache on."""
+
+    async def ListBlockTags(self, request, context):  # noqa: N802
+        request.knows_group_block_sizes = True
+        async for portion in super().ListBlockTags(request, context):
+            yield portion
+
+
 @asynccontextmanager
 async def broken_wire(fault: type[Wire], backend: FaultyBackend | None = None) -> AsyncIterator[str]:
     """A good executor behind a wire with a fault; yields the wire's address."""

@@ -90,6 +90,8 @@ GROUP_WIRES = {
         "malformed/tables_one_missing", "malformed/tables_one_too_many",
     }),
 }  # fmt: skip
+UNAWARE = "handshake/manager_that_takes_all_blocks_for_equal"
+SIZE_WIRES = (wires.MakesACacheForAnyManager, wires.ListsTagsToAnyManager)
 # The formula of the sim backend tells what is left out everywhere alike; an executor is no judge of that itself.
 NOT_BY_ITSELF = {backends.OffByOneInLastBlock, backends.TakesOneTableForAllGroups}
 NEED_LOGITS = {
@@ -241,6 +243,16 @@ async def test_conformance_of_faulty_backend_with_unequal_blocks_fails(fault):
     async with running_executor(config) as server:
         _, results = await tried(server.address, filters)
     assert failures(results) == {}
+
+
+@pytest.mark.parametrize("fault", SIZE_WIRES, ids=lambda fault: fault.__name__)
+async def test_conformance_of_an_executor_that_serves_managers_without_block_sizes_fails(fault):
+    async with running_executor(sim_config(**unequal(WINDOWS, UNEQUAL))) as good:
+        async with wires.wire_before(good.address, fault) as address:
+            _, results = await tried(address, ["handshake/"])
+        assert failures(results).keys() == {UNAWARE}
+        _, results = await tried(good.address, ["handshake/"])
+        assert failures(results) == {}
 
 
 @pytest.mark.parametrize("fault", GROUP_WIRES, ids=lambda fault: fault.__name__)

@@ -104,14 +104,14 @@ async def test_conformance_command_adapter_that_the_reference_cannot_read_exits_
     assert "--adapter: with --model expected folders" in " ".join(result.stderr.split())
 
 
-def test_conformance_command_without_an_executor_exits_2():
+def test_conformance_command_without_an_executor_exits_3():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     result = run(f"127.0.0.1:{port}")
-    assert (result.exit_code, result.stdout) == (2, "")
+    assert (result.exit_code, result.stdout) == (3, "")
     assert f"no executor at 127.0.0.1:{port}" in result.stderr
     document = json.loads(run(f"127.0.0.1:{port}", "--json").stderr)
-    assert document["error"]["code"] == "UNUSABLE"
+    assert document["error"]["code"] == "UNAVAILABLE"
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from kvplane_client.cli import options as opt
 from kvplane_client.cli.output import err_console, escaped, out_console, print_json, visible
-from kvplane_client.cli.session import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE
+from kvplane_client.cli.session import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_UNAVAILABLE, EXIT_USAGE
 from kvplane_client.cli.values import integer, number, refused
-from kvplane_client.conformance.outcome import UnusableError
+from kvplane_client.conformance.outcome import NoExecutorError, UnusableError
 from kvplane_client.conformance.report import as_document, as_junit, failure_text
 from kvplane_client.conformance.runner import Outcome, Result, choose_judge, run_cases, selected
 from kvplane_client.conformance.target import Target
@@ -39,8 +39,8 @@ those of any other with what it computes itself, plainly; and with NumPy's, if
 it serves a model that --write-model made and --model names. LoRA adapters are
 tried with such a model, with a sim executor, and with those of --adapter.
 
-Exit codes: 0 all passed (or were skipped), 1 some failed, 2 wrong usage or no
-executor, 130 interrupted.
+Exit codes: 0 all passed (or were skipped), 1 some failed, 2 wrong usage or an
+executor that cannot be tried, 3 no executor answers, 130 interrupted.
 
 Examples:
 
@@ -125,8 +125,10 @@ def conformance(
                 address, cases, reference, _Choices(tolerance, timeout, wait, junit, as_json, tuple(adapters or ()))
             )
             asyncio.run(run)
+    except NoExecutorError as error:
+        _stop(EXIT_UNAVAILABLE, "UNAVAILABLE", str(error), as_json)
     except UnusableError as error:
-        _stop(str(error), as_json)
+        _stop(EXIT_USAGE, "UNUSABLE", str(error), as_json)
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
@@ -266,9 +268,9 @@ def _require_numpy() -> None:
         ) from error
 
 
-def _stop(message: str, as_json: bool) -> NoReturn:
+def _stop(exit_code: int, code: str, message: str, as_json: bool) -> NoReturn:
     if as_json:
-        print_json({"error": {"code": "UNUSABLE", "reason": "", "message": message}}, to_stderr=True)
+        print_json({"error": {"code": code, "reason": "", "message": message}}, to_stderr=True)
     else:
         err_console().print(f"[bold red]error:[/bold red] {escaped(message, as_lines=True)}")
-    raise typer.Exit(EXIT_USAGE)
+    raise typer.Exit(exit_code)

@@ -137,7 +137,9 @@ class Bench:
     async def tags(self, kv_epoch: int | None = None) -> dict[int, bytes]:
         """Lists the tags, by block as the executor numbers them."""
         found: dict[int, bytes] = {}
-        request = pb.ListBlockTagsRequest(kv_epoch=self.epoch if kv_epoch is None else kv_epoch)
+        request = pb.ListBlockTagsRequest(
+            kv_epoch=self.epoch if kv_epoch is None else kv_epoch, knows_group_block_sizes=True
+        )
         for portion in await self.call(_collected(self.stub.ListBlockTags(request))):
             blocks = self.ints(portion.block_tags.block_ids, "BlockTags.block_ids")
             self.equal(

@@ -5,7 +5,7 @@ Station: raised by cases and by what they use; `runner` turns them into results.
 
 from __future__ import annotations
 
-__all__ = ["CaseFailedError", "CaseSkippedError", "ExecutorGoneError", "UnusableError"]
+__all__ = ["CaseFailedError", "CaseSkippedError", "ExecutorGoneError", "NoExecutorError", "UnusableError"]
 
 
 class CaseFailedError(Exception):
@@ -35,3 +35,7 @@ class CaseSkippedError(Exception):
 
 class UnusableError(Exception):
     """No case can be run: there is no executor at the address, or one that the kit does not know how to ask."""
+
+
+class NoExecutorError(UnusableError):
+    """Nobody answers at the address."""

@@ -18,7 +18,7 @@ from grpc_status import rpc_status
 from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvplane.executor.v1.executor_service_pb2_grpc import ExecutorServiceStub
 
-from kvplane_client.conformance.outcome import CaseFailedError, ExecutorGoneError, UnusableError
+from kvplane_client.conformance.outcome import CaseFailedError, ExecutorGoneError, NoExecutorError, UnusableError
 from kvplane_client.conformance.steps import Geometry
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ class Target:
             wait: Seconds to wait for an executor that is not there yet.
 
         Raises:
-            UnusableError: There is none, or none that cases can be run on.
+            NoExecutorError: None answers.
+            UnusableError: There is one that no cases can be run on.
         """
         self.info = await self._first_answer(wait)
         info = self.info
@@ -135,6 +136,7 @@ class Target:
         request = pb.InitializeKvCacheRequest(
             num_blocks=self.geometry.num_blocks * self.geometry.blocks_each + 1,
             num_host_blocks=self.geometry.num_host_blocks * self.geometry.blocks_each,
+            knows_group_block_sizes=True,
         )
         return (await self.call(self.stub.InitializeKvCache(request))).kv_cache.kv_epoch
 
@@ -259,11 +261,12 @@ class Target:
                 async with asyncio.timeout(self.answer_within):
                     return await self.stub.GetModelInfo(request)
             except grpc.aio.AioRpcError as error:
-                unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
-                if not unavailable or asyncio.get_running_loop().time() >= deadline:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise UnusableError(f"no executor at {self.address}: {described(error)}") from error
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise NoExecutorError(f"no executor at {self.address}: {described(error)}") from error
             except TimeoutError:
-                raise UnusableError(f"no answer from {self.address} within {self.answer_within:g} s") from None
+                raise NoExecutorError(f"no answer from {self.address} within {self.answer_within:g} s") from None
             await asyncio.sleep(0.2)
 
 

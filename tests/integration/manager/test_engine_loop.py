@@ -15,6 +15,7 @@ from kvplane.common.v1.common_pb2 import Int32Array
 from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvplane.kvmanager.v1 import inference_service_pb2_grpc, kv_manager_service_pb2_grpc
 from kvplane.kvmanager.v1.kv_manager_service_pb2 import GetStatsRequest
+from structlog.testing import capture_logs
 
 from kvmanager_service import executor_life
 from kvmanager_service.config import ManagerConfig
@@ -257,6 +258,23 @@ async def test_engine_executor_that_can_not_be_used_is_rejected_and_breaks_nothi
         with pytest.raises(ExecutorRejectedError, match="expected") as caught:
             split.registry.register(split.record.executor_id, split.record.address)
         assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "with_cache", "is_warned"), [(12, True, True), (13, True, False), (12, False, False)]
+)
+async def test_engine_executor_whose_blocks_leave_no_prefix_to_find_again_is_used_with_a_warning(
+    max_model_len: int, with_cache: bool, is_warned: bool
+) -> None:
+    executor = ScriptedExecutor()
+    full = pb.KV_GROUP_TYPE_FULL_ATTENTION
+    groups = [pb.KvGroup(type=full), pb.KvGroup(type=full, block_size=6)]
+    executor.info = model_info(kv_groups=groups, max_model_len=max_model_len)
+    with capture_logs() as logs:
+        async with running_split(executor, enable_prefix_caching=with_cache) as split:
+            await serving(split)
+    said = [(log["shortest_hit"], log["max_model_len"]) for log in logs if log["event"] == "prefix_hits_impossible"]
+    assert said == ([(12, max_model_len)] if is_warned else [])
 
 
 @pytest.mark.parametrize("block_ids", [b"\1\0\0", array("i", [1, 2]).tobytes()])

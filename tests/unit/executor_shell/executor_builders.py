@@ -218,7 +218,9 @@ class ExecutorClient:
     async def handshake(self, num_blocks: int = NUM_BLOCKS, num_host_blocks: int = 0) -> int:
         """Profile and initialise; returns the epoch."""
         await self.stub.ProfileMemory(pb.ProfileMemoryRequest(max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS))
-        request = pb.InitializeKvCacheRequest(num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+        request = pb.InitializeKvCacheRequest(
+            num_blocks=num_blocks, num_host_blocks=num_host_blocks, knows_group_block_sizes=True
+        )
         response = await self.stub.InitializeKvCache(request)
         return response.kv_cache.kv_epoch
 
@@ -227,7 +229,9 @@ class ExecutorClient:
 
     async def tags(self, kv_epoch: int) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
-        async for portion in self.stub.ListBlockTags(pb.ListBlockTagsRequest(kv_epoch=kv_epoch)):
+        async for portion in self.stub.ListBlockTags(
+            pb.ListBlockTagsRequest(kv_epoch=kv_epoch, knows_group_block_sizes=True)
+        ):
             blocks = values_of(portion.block_tags.block_ids)
             assert not set(blocks) & set(found), "a block is in two portions"
             found.update(zip(blocks, portion.block_tags.tags, strict=True))

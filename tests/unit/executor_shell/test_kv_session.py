@@ -42,3 +42,17 @@ def test_settle_is_called_whenever_a_cache_has_been_made() -> None:
     assert settled == [0]
     session.reset(cache.limits.kv_epoch)
     assert settled == [0, 1]
+
+
+def test_manager_that_takes_all_blocks_for_equal_is_refused_where_a_group_has_its_own() -> None:
+    def session_of(*sizes: int) -> KvSession:
+        session = KvSession(SimBackend(sim_config(sim_windows=(0,) * len(sizes), sim_block_sizes=sizes)))
+        session.load()
+        return session
+
+    said = r"knows_group_block_sizes: expected .* which are 4, 8 here, got one .*; upgrade the manager"
+    with pytest.raises(FailedPreconditionError, match=said) as caught:
+        session_of(4, 8).require_known_block_sizes(False)
+    assert (caught.value.reason, caught.value.metadata) == ("GROUP_BLOCK_SIZES_UNKNOWN", {"group_block_sizes": "4, 8"})
+    session_of(4, 8).require_known_block_sizes(True)
+    session_of(4, 4).require_known_block_sizes(False)

@@ -113,6 +113,23 @@ def test_executor_with_a_group_of_unknown_type_is_of_unsupported_geometry(group:
         require_geometry(executor)
 
 
+def of_block_sizes(*sizes: int) -> ReadyExecutor:
+    executor = ready(windows=(0,) * len(sizes))
+    for group, size in zip(executor.info.kv_groups, sizes, strict=True):
+        group.block_size = size
+    return executor
+
+
+def test_executor_whose_block_sizes_have_no_common_multiple_of_32_bits_is_of_unsupported_geometry() -> None:
+    said = r"of at most 2147483647, got 16, 17, 19, 23, 29, 31, 37, whose least is 3953773232"
+    with pytest.raises(ExecutorUnfitError, match=said) as caught:
+        require_geometry(of_block_sizes(37, 16, 17, 19, 23, 29, 31))
+    assert caught.value.reason == "KV_GEOMETRY_UNSUPPORTED"
+    require_geometry(of_block_sizes(2**31 - 1, 2**31 - 1))
+    with pytest.raises(ExecutorUnfitError, match="whose least is 4294967294"):
+        require_geometry(of_block_sizes(2**31 - 1, 2))
+
+
 @pytest.mark.parametrize("windows", [(0, 8), (8,), (0, 0), (0, STATE), (STATE,), (0, CHUNKS), (CHUNKS,)])
 def test_executor_with_several_groups_or_a_window_will_do(windows: tuple[int, ...]) -> None:
     require_geometry(ready(windows=windows, num_host_blocks=8))

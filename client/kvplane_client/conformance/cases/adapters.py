@@ -307,7 +307,9 @@ async def stays_with_a_new_cache(bench: Bench) -> None:
     await bench.stream().prefill(bench.track(bench.block_size + 1, adapter=named(loaded)))
     sizes = await bench.cache()
     assert sizes is not None
-    request = pb.InitializeKvCacheRequest(num_blocks=sizes.num_blocks, num_host_blocks=sizes.num_host_blocks)
+    request = pb.InitializeKvCacheRequest(
+        num_blocks=sizes.num_blocks, num_host_blocks=sizes.num_host_blocks, knows_group_block_sizes=True
+    )
     bench.epoch = (await bench.call(bench.stub.InitializeKvCache(request))).kv_cache.kv_epoch
     bench.equal(await listed(bench), [loaded], _AWAY)
     track = bench.track(bench.block_size + 1, salt=1, adapter=named(loaded))

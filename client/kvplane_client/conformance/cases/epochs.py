@@ -72,7 +72,7 @@ async def reset_starts_another(bench: Bench) -> None:
 async def tags_of_another(bench: Bench) -> None:
     """Tags of another epoch are not listed."""
     for wrong in (bench.epoch ^ 1, 0):
-        call = bench.stub.ListBlockTags(pb.ListBlockTagsRequest(kv_epoch=wrong))
+        call = bench.stub.ListBlockTags(pb.ListBlockTagsRequest(kv_epoch=wrong, knows_group_block_sizes=True))
         await bench.refused(call.read(), _ABORTED, _LIST)
 
 

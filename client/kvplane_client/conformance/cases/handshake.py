@@ -18,6 +18,10 @@ _OTHER_LIMITS = (
     "ExecutorService.ProfileMemory: Under other limits than those the cache was made for, the cache is gone."
 )
 _SIZES = "ExecutorService.InitializeKvCache: INVALID_ARGUMENT for more blocks than were reported."
+_SIZES_UNKNOWN = (
+    "ExecutorService.InitializeKvCache: FAILED_PRECONDITION, GROUP_BLOCK_SIZES_UNKNOWN, without "
+    "knows_group_block_sizes where a group has a block size of its own."
+)
 _NEW_EPOCH = "ExecutorService.InitializeKvCache: InitializeKvCache allocates the cache and starts a new epoch"
 
 
@@ -161,14 +165,16 @@ async def initialize_too_many_or_too_few(bench: Bench) -> None:
         "ProfileMemoryResponse.num_blocks."
     )
     for num_blocks, sentence in ((profile.num_blocks + 1, _SIZES), (1, contract), (0, contract), (-1, contract)):
-        request = pb.InitializeKvCacheRequest(num_blocks=num_blocks)
+        request = pb.InitializeKvCacheRequest(num_blocks=num_blocks, knows_group_block_sizes=True)
         await bench.refused(bench.stub.InitializeKvCache(request), _INVALID, sentence)
     contract = (
         "InitializeKvCacheRequest.num_host_blocks: num_host_blocks is the number of host blocks: 0 to "
         "ProfileMemoryResponse.num_host_blocks."
     )
     for num_host_blocks in (profile.num_host_blocks + 1, -1):
-        request = pb.InitializeKvCacheRequest(num_blocks=2, num_host_blocks=num_host_blocks)
+        request = pb.InitializeKvCacheRequest(
+            num_blocks=2, num_host_blocks=num_host_blocks, knows_group_block_sizes=True
+        )
         await bench.refused(bench.stub.InitializeKvCache(request), _INVALID, contract)
 
 
@@ -177,7 +183,7 @@ async def initialize_starts_an_epoch(bench: Bench) -> None:
     """Every cache has an epoch of its own, and the sizes that were asked for."""
     seen = {bench.epoch}
     for num_blocks in (2, 3, 3):
-        request = pb.InitializeKvCacheRequest(num_blocks=num_blocks)
+        request = pb.InitializeKvCacheRequest(num_blocks=num_blocks, knows_group_block_sizes=True)
         state = (await bench.call(bench.stub.InitializeKvCache(request))).kv_cache
         contract = (
             "KvCacheState.kv_epoch: kv_epoch names the content: new, and never 0, at every initialisation and reset."
@@ -191,6 +197,26 @@ async def initialize_starts_an_epoch(bench: Bench) -> None:
         bench.equal(await bench.cache(), state, "GetModelInfoResponse.kv_cache: kv_cache is the state of the cache.")
 
 
+@TOPIC.case(_SIZES_UNKNOWN)
+async def manager_that_takes_all_blocks_for_equal(bench: Bench) -> None:
+    """A manager that does not say that it knows groups' own block sizes is refused where there are any."""
+    unaware = pb.InitializeKvCacheRequest(num_blocks=2 * len(bench.info.kv_groups))
+    tags = pb.ListBlockTagsRequest(kv_epoch=bench.epoch)
+    if all(group.block_size in (0, bench.info.block_size) for group in bench.info.kv_groups):
+        await bench.call(bench.stub.ListBlockTags(tags).read())
+        await bench.call(bench.stub.InitializeKvCache(unaware))
+        return
+    epoch = (await bench.cache()).kv_epoch
+    await bench.refused(bench.stub.InitializeKvCache(unaware), _PRECONDITION, _SIZES_UNKNOWN)
+    contract = "InitializeKvCacheRequest.knows_group_block_sizes: refuses it; others take either."
+    bench.equal((await bench.cache()).kv_epoch, epoch, contract)
+    contract = (
+        "ListBlockTagsRequest.knows_group_block_sizes: knows_group_block_sizes is as in InitializeKvCacheRequest: who "
+        "adopts a cache makes none."
+    )
+    await bench.refused(bench.stub.ListBlockTags(tags).read(), _PRECONDITION, contract)
+
+
 async def _refused_tags(bench: Bench, code: grpc.StatusCode, contract: str) -> None:
-    call = bench.stub.ListBlockTags(pb.ListBlockTagsRequest(kv_epoch=bench.epoch))
+    call = bench.stub.ListBlockTags(pb.ListBlockTagsRequest(kv_epoch=bench.epoch, knows_group_block_sizes=True))
     await bench.refused(call.read(), code, contract)

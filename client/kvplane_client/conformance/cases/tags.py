@@ -118,6 +118,8 @@ async def gone_with_the_cache(bench: Bench) -> None:
     await bench.stream().step(tags={bench.blocks(1)[0]: b"old"})
     sizes = await bench.cache()
     assert sizes is not None
-    request = pb.InitializeKvCacheRequest(num_blocks=sizes.num_blocks, num_host_blocks=sizes.num_host_blocks)
+    request = pb.InitializeKvCacheRequest(
+        num_blocks=sizes.num_blocks, num_host_blocks=sizes.num_host_blocks, knows_group_block_sizes=True
+    )
     bench.epoch = (await bench.call(bench.stub.InitializeKvCache(request))).kv_cache.kv_epoch
     bench.equal(await bench.tags(), {}, contract)

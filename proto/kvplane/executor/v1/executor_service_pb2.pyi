@@ -254,8 +254,9 @@ class KvGroup(google.protobuf.message.Message):
     """
     block_size: builtins.int
     """block_size is tokens per block of this group; of a state, tokens from one checkpoint to the next. 0 means
-    GetModelInfoResponse.block_size. A manager refuses a negative one. What it can reuse of a prefix ends at common
-    multiples of all groups' sizes, so they had better be multiples of each other.
+    GetModelInfoResponse.block_size. A manager refuses a negative one, and sizes whose least common multiple is above
+    int32. What it can reuse of a prefix ends at common multiples of all groups' sizes, so they had better be multiples
+    of each other.
     """
     def __init__(
         self,
@@ -413,17 +414,24 @@ class InitializeKvCacheRequest(google.protobuf.message.Message):
 
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
     NUM_HOST_BLOCKS_FIELD_NUMBER: builtins.int
+    KNOWS_GROUP_BLOCK_SIZES_FIELD_NUMBER: builtins.int
     num_blocks: builtins.int
     """num_blocks is the number of blocks, the null block (id 0) included: 2 to ProfileMemoryResponse.num_blocks."""
     num_host_blocks: builtins.int
     """num_host_blocks is the number of host blocks: 0 to ProfileMemoryResponse.num_host_blocks. They hold nothing yet."""
+    knows_group_block_sizes: builtins.bool
+    """knows_group_block_sizes says that the manager keeps each KV group's tables by KvGroup.block_size. False is what a
+    manager from before that field says, too, whose steps would be garbage. An executor that has a group whose
+    block_size is neither 0 nor GetModelInfoResponse.block_size refuses it; others take either.
+    """
     def __init__(
         self,
         *,
         num_blocks: builtins.int = ...,
         num_host_blocks: builtins.int = ...,
+        knows_group_block_sizes: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["knows_group_block_sizes", b"knows_group_block_sizes", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___InitializeKvCacheRequest: typing_extensions.TypeAlias = InitializeKvCacheRequest
@@ -986,14 +994,18 @@ class ListBlockTagsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     KV_EPOCH_FIELD_NUMBER: builtins.int
+    KNOWS_GROUP_BLOCK_SIZES_FIELD_NUMBER: builtins.int
     kv_epoch: builtins.int
     """kv_epoch is the content asked about. Another than the executor's gets ABORTED."""
+    knows_group_block_sizes: builtins.bool
+    """knows_group_block_sizes is as in InitializeKvCacheRequest: who adopts a cache makes none."""
     def __init__(
         self,
         *,
         kv_epoch: builtins.int = ...,
+        knows_group_block_sizes: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["kv_epoch", b"kv_epoch"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["knows_group_block_sizes", b"knows_group_block_sizes", "kv_epoch", b"kv_epoch"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ListBlockTagsRequest: typing_extensions.TypeAlias = ListBlockTagsRequest

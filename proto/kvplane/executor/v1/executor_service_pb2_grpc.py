@@ -113,7 +113,8 @@ class ExecutorServiceServicer(object):
 
     def InitializeKvCache(self, request, context):
         """InitializeKvCache allocates the cache and starts a new epoch; whatever the cache held is gone. Errors:
-        FAILED_PRECONDITION before ProfileMemory, INVALID_ARGUMENT for more blocks than were reported.
+        FAILED_PRECONDITION before ProfileMemory, INVALID_ARGUMENT for more blocks than were reported. FAILED_PRECONDITION,
+        GROUP_BLOCK_SIZES_UNKNOWN, without knows_group_block_sizes where a group has a block size of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -136,7 +137,8 @@ class ExecutorServiceServicer(object):
 
     def ListBlockTags(self, request, context):
         """ListBlockTags streams the tags of all tagged blocks, so that a manager that was restarted can adopt the cache.
-        Errors: FAILED_PRECONDITION without a cache, ABORTED for another epoch.
+        Errors: FAILED_PRECONDITION without a cache, or, GROUP_BLOCK_SIZES_UNKNOWN, without knows_group_block_sizes where a
+        group has a block size of its own; ABORTED for another epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,8 @@ class ExecutorServiceStub:
     """
     InitializeKvCache: grpc.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.InitializeKvCacheRequest, kvplane.executor.v1.executor_service_pb2.InitializeKvCacheResponse]
     """InitializeKvCache allocates the cache and starts a new epoch; whatever the cache held is gone. Errors:
-    FAILED_PRECONDITION before ProfileMemory, INVALID_ARGUMENT for more blocks than were reported.
+    FAILED_PRECONDITION before ProfileMemory, INVALID_ARGUMENT for more blocks than were reported. FAILED_PRECONDITION,
+    GROUP_BLOCK_SIZES_UNKNOWN, without knows_group_block_sizes where a group has a block size of its own.
     """
     Execute: grpc.StreamStreamMultiCallable[kvplane.executor.v1.executor_service_pb2.ExecuteRequest, kvplane.executor.v1.executor_service_pb2.ExecuteResponse]
     """Execute runs steps in the order sent, one response a step. The next step may be sent before the last is answered.
@@ -57,7 +58,8 @@ class ExecutorServiceStub:
     """
     ListBlockTags: grpc.UnaryStreamMultiCallable[kvplane.executor.v1.executor_service_pb2.ListBlockTagsRequest, kvplane.executor.v1.executor_service_pb2.ListBlockTagsResponse]
     """ListBlockTags streams the tags of all tagged blocks, so that a manager that was restarted can adopt the cache.
-    Errors: FAILED_PRECONDITION without a cache, ABORTED for another epoch.
+    Errors: FAILED_PRECONDITION without a cache, or, GROUP_BLOCK_SIZES_UNKNOWN, without knows_group_block_sizes where a
+    group has a block size of its own; ABORTED for another epoch.
     """
     Reset: grpc.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.ResetRequest, kvplane.executor.v1.executor_service_pb2.ResetResponse]
     """Reset forgets the cache's content and tags and starts a new epoch; the memory stays. Errors: FAILED_PRECONDITION
@@ -97,7 +99,8 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     """
     InitializeKvCache: grpc.aio.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.InitializeKvCacheRequest, kvplane.executor.v1.executor_service_pb2.InitializeKvCacheResponse]  # type: ignore[assignment]
     """InitializeKvCache allocates the cache and starts a new epoch; whatever the cache held is gone. Errors:
-    FAILED_PRECONDITION before ProfileMemory, INVALID_ARGUMENT for more blocks than were reported.
+    FAILED_PRECONDITION before ProfileMemory, INVALID_ARGUMENT for more blocks than were reported. FAILED_PRECONDITION,
+    GROUP_BLOCK_SIZES_UNKNOWN, without knows_group_block_sizes where a group has a block size of its own.
     """
     Execute: grpc.aio.StreamStreamMultiCallable[kvplane.executor.v1.executor_service_pb2.ExecuteRequest, kvplane.executor.v1.executor_service_pb2.ExecuteResponse]  # type: ignore[assignment]
     """Execute runs steps in the order sent, one response a step. The next step may be sent before the last is answered.
@@ -112,7 +115,8 @@ class ExecutorServiceAsyncStub(ExecutorServiceStub):
     """
     ListBlockTags: grpc.aio.UnaryStreamMultiCallable[kvplane.executor.v1.executor_service_pb2.ListBlockTagsRequest, kvplane.executor.v1.executor_service_pb2.ListBlockTagsResponse]  # type: ignore[assignment]
     """ListBlockTags streams the tags of all tagged blocks, so that a manager that was restarted can adopt the cache.
-    Errors: FAILED_PRECONDITION without a cache, ABORTED for another epoch.
+    Errors: FAILED_PRECONDITION without a cache, or, GROUP_BLOCK_SIZES_UNKNOWN, without knows_group_block_sizes where a
+    group has a block size of its own; ABORTED for another epoch.
     """
     Reset: grpc.aio.UnaryUnaryMultiCallable[kvplane.executor.v1.executor_service_pb2.ResetRequest, kvplane.executor.v1.executor_service_pb2.ResetResponse]  # type: ignore[assignment]
     """Reset forgets the cache's content and tags and starts a new epoch; the memory stays. Errors: FAILED_PRECONDITION
@@ -167,7 +171,8 @@ class ExecutorServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvplane.executor.v1.executor_service_pb2.InitializeKvCacheResponse, collections.abc.Awaitable[kvplane.executor.v1.executor_service_pb2.InitializeKvCacheResponse]]:
         """InitializeKvCache allocates the cache and starts a new epoch; whatever the cache held is gone. Errors:
-        FAILED_PRECONDITION before ProfileMemory, INVALID_ARGUMENT for more blocks than were reported.
+        FAILED_PRECONDITION before ProfileMemory, INVALID_ARGUMENT for more blocks than were reported. FAILED_PRECONDITION,
+        GROUP_BLOCK_SIZES_UNKNOWN, without knows_group_block_sizes where a group has a block size of its own.
         """
 
     @abc.abstractmethod
@@ -194,7 +199,8 @@ class ExecutorServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvplane.executor.v1.executor_service_pb2.ListBlockTagsResponse], collections.abc.AsyncIterator[kvplane.executor.v1.executor_service_pb2.ListBlockTagsResponse]]:
         """ListBlockTags streams the tags of all tagged blocks, so that a manager that was restarted can adopt the cache.
-        Errors: FAILED_PRECONDITION without a cache, ABORTED for another epoch.
+        Errors: FAILED_PRECONDITION without a cache, or, GROUP_BLOCK_SIZES_UNKNOWN, without knows_group_block_sizes where a
+        group has a block size of its own; ABORTED for another epoch.
         """
 
     @abc.abstractmethod
