@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from executor_service.backends.base import MemoryProfile
+from executor_service.backends.sim_backend import SimBackend
+from executor_service.errors import FailedPreconditionError
 from executor_service.kv_session import KvSession
 from tests.unit.executor_shell.executor_backends import HeldBackend
+from tests.unit.executor_shell.executor_builders import sim_config
 
 
 class Measuring(HeldBackend):
