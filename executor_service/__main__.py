@@ -1,7 +1,8 @@
 """The executor process: `python -m executor_service --help`.
 
 Exit status: 0 after SIGTERM or SIGINT, 1 when the address is taken, a library is missing, the model cannot be loaded or
-does not fit into the memory, 2 for a bad value. With --exit-with-parent 1 at the end of standard input.
+does not fit into the memory, 2 for a bad value, also one that the backend or the machine refuses. With
+--exit-with-parent 1 at the end of standard input.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
@@ -23,6 +23,11 @@ from executor_service.logging import LogFormat
 __all__ = ["ENV_PREFIX", "ExecutorConfig", "parse_config", "parse_size"]
 
 ENV_PREFIX = "KVPLANE_EXECUTOR_"
+
+_MAX_INT32 = (1 << 31) - 1
+_MAX_BLOCKS = 1 << 26
+"""Of the sim backend, which makes each of them: so many blocks of 16 tokens take 13 GB."""
+_HOST_AND_PORT = re.compile(r".+:[0-9]{1,5}")
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -46,10 +51,31 @@ def parse_size(value: object) -> object:
 
 
 def _parse_id_list(value: object) -> object:
-    """Turn "1,2" into (1, 2); an empty string is no ids."""
+    """Turn "1,2" into (1, 2); an empty string is no ids.
+
+    Raises:
+        ValueError: a number is missing between commas, or is none, or no int32.
+    """
     if not isinstance(value, str):
         return value
-    return tuple(part.strip() for part in value.split(",") if part.strip())
+    if not value.strip():
+        return ()
+    numbers = []
+    for part in value.split(","):
+        if re.fullmatch(r"\s*[+-]?[0-9]{1,10}\s*", part) is None or not -_MAX_INT32 <= int(part) <= _MAX_INT32:
+            raise ValueError(f'whole numbers of at most {_MAX_INT32} with commas between them, such as "1,2"')
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def _check_address(value: str) -> str:
+    """Refuse what has no port; empty is no address. Raises ValueError."""
+    if value and (_HOST_AND_PORT.fullmatch(value) is None or not 1 <= int(value.rpartition(":")[2]) <= 65_535):
+        raise ValueError("host:port such as 10.0.0.5:50051")
+    return value
+
+
+_Address = Annotated[str, AfterValidator(_check_address)]
 
 
 class ExecutorConfig(BaseSettings):
@@ -62,15 +88,12 @@ class ExecutorConfig(BaseSettings):
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 for every interface.")
     port: int = Field(50061, ge=0, le=65535, description="Port to listen on; 0 chooses a free one.")
-    advertise_address: str = Field(
+    advertise_address: _Address = Field(
         "",
-        pattern=r"^(.+:\d+)?$",
         description="host:port the manager reaches this executor at. Empty: the address it listens on, with the "
         "machine's host name in place of a wildcard host.",
     )
-    manager: str = Field(
-        "", pattern=r"^(.+:\d+)?$", description="host:port of the manager to register with. Empty: do not register."
-    )
+    manager: _Address = Field("", description="host:port of the manager to register with. Empty: do not register.")
     manager_tls: bool = Field(False, description="Use TLS to the manager, with the system's authorities.")
     manager_tls_ca: str = Field("", description="PEM file of certificates to trust; use TLS to the manager with them.")
     manager_api_key_file: str = Field(
@@ -132,7 +155,7 @@ class ExecutorConfig(BaseSettings):
     )
     max_lora_rank: int = Field(16, ge=1, le=4096, description="Largest rank of a LoRA adapter.")
     num_blocks_override: int | None = Field(
-        None, ge=2, description="KV blocks (the null block included), in place of what was measured."
+        None, ge=2, le=_MAX_INT32, description="KV blocks (the null block included), in place of what was measured."
     )
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads to compute with, of all processes together. Default: torch's own."
@@ -169,10 +192,20 @@ class ExecutorConfig(BaseSettings):
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Lowest level logged.")
     log_format: LogFormat = Field("console", description="console for people, json for one JSON object a line.")
-    sim_step_ms: float = Field(0.0, ge=0, le=60_000, description="sim: how long a step takes, in milliseconds.")
-    sim_us_per_token: float = Field(0.0, ge=0, description="sim: added step time for each token, in microseconds.")
-    sim_vocab_size: int = Field(32_000, ge=2, description="sim: number of token ids.")
-    sim_num_blocks: int = Field(4096, ge=2, description="sim: KV blocks that are said to fit, null block included.")
+    sim_step_ms: float = Field(
+        0.0, ge=0, le=60_000, allow_inf_nan=False, description="sim: how long a step takes, in milliseconds."
+    )
+    sim_us_per_token: float = Field(
+        0.0,
+        ge=0,
+        le=60_000_000,
+        allow_inf_nan=False,
+        description="sim: added step time for each token, in microseconds.",
+    )
+    sim_vocab_size: int = Field(32_000, ge=2, le=_MAX_INT32, description="sim: number of token ids.")
+    sim_num_blocks: int = Field(
+        4096, ge=2, le=_MAX_BLOCKS, description="sim: KV blocks that are said to fit, null block included."
+    )
     sim_eos_token_ids: Annotated[tuple[int, ...], NoDecode, BeforeValidator(_parse_id_list)] = Field(
         (), description='sim: ids that end a sequence, such as "2,5". Default: none.'
     )
@@ -239,6 +272,8 @@ def _flag(name: str) -> str:
 def _metavar(field: FieldInfo) -> str:
     """Return the choices of a field, or what kind of value it takes."""
     choices = getattr(field.annotation, "__args__", ())
+    if any(isinstance(taken, BeforeValidator) and taken.func is _parse_id_list for taken in field.metadata):
+        return "N,..."
     if choices and all(isinstance(choice, str) for choice in choices):
         return "|".join(choices)
     if any(isinstance(taken, BeforeValidator) and taken.func is parse_size for taken in field.metadata):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from executor_service.backends.base import BackendError
+from executor_service.backends.base import SettingError
 
 _TORCH_TYPES = {
     np.dtype(np.int32): torch.int32,
@@ -30,11 +30,11 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or (kind == "cpu" and index):
-        raise BackendError("BAD_DEVICE", f"expected device auto, cpu, cuda or cuda:N, got {name!r}", device=name)
+        raise SettingError("BAD_DEVICE", f"expected device auto, cpu, cuda or cuda:N, got {name!r}", device=name)
     if kind == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available() or int(index or 0) >= torch.cuda.device_count():
-        raise BackendError(
+        raise SettingError(
             "BAD_DEVICE",
             f"expected one of {torch.cuda.device_count()} CUDA devices, got {name!r}; use --device cpu without a GPU",
             device=name,

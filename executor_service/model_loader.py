@@ -18,7 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from executor_service.backends.base import BackendError
+from executor_service.backends.base import BackendError, SettingError
 from executor_service.gguf_conversion import converted_folder, default_cache_dir, is_converted, num_weights
 from executor_service.layer_groups import layer_sources, layer_windows
 from executor_service.model_files import TOKENIZER_FILES, eos_token_ids, fingerprint, tokenizer_files, weight_bytes
@@ -78,7 +78,7 @@ def load_model(
     transformers_logging.disable_default_handler()
     transformers_logging.enable_propagation()
     if dtype != "auto" and dtype not in _DTYPES:
-        raise BackendError("BAD_DTYPE", f"expected dtype auto, {', '.join(_DTYPES)}, got {dtype!r}", dtype=dtype)
+        raise SettingError("BAD_DTYPE", f"expected dtype auto, {', '.join(_DTYPES)}, got {dtype!r}", dtype=dtype)
     folder = resolve_source(source)
     if folder.is_file():
         if dtype == "auto":  # a GGUF's quantised weights have no float type of their own
@@ -206,13 +206,13 @@ def resolve_max_model_len(config: PreTrainedConfig, asked: int | None) -> int:
     if rope.get("rope_type") == "longrope":
         positions = rope.get("original_max_position_embeddings") or positions
     if positions is None and asked is None:
-        raise BackendError(
+        raise SettingError(
             "NO_MAX_MODEL_LEN",
             "the model's config has no max_position_embeddings: set --max-model-len",
             model_type=config.model_type,
         )
     if asked is not None and (asked < 1 or (positions is not None and asked > positions)):
-        raise BackendError(
+        raise SettingError(
             "BAD_MAX_MODEL_LEN",
             f"expected --max-model-len from 1 to {positions}, got {asked}",
             max_model_len=asked,

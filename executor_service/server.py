@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from kvplane.executor.v1 import executor_service_pb2 as pb
 from kvplane.executor.v1 import executor_service_pb2_grpc as pb_grpc
 
-from executor_service.backends.base import Backend, BackendError
+from executor_service.backends.base import Backend, BackendError, SettingError
 from executor_service.backends.registry import create_backend
 from executor_service.compute_thread import ComputeThread
 from executor_service.config import ExecutorConfig
@@ -43,6 +43,7 @@ _WILDCARD_HOSTS = {"0.0.0.0", "[::]"}  # noqa: S104 - compared with, not bound t
 _STOP_GRACE_S = 30.0
 _LOAD_GRACE_S = 1.0
 _RPC_GRACE_S = 2.0
+_FAILED, _BAD_SETTING = 1, 2
 
 _log = structlog.get_logger(__name__)
 
@@ -205,7 +206,8 @@ async def serve_until_signal(config: ExecutorConfig, started: float | None = Non
         started: as for `ExecutorServer`.
 
     Returns:
-        The exit status: 0 after a signal, 1 when it is unusable, the address is taken, or the model cannot be loaded.
+        The exit status: 0 after a signal, 1 when it is unusable, the address is taken, or the model cannot be loaded, 2
+        when a setting has a value that the backend, the machine or the connection to the manager does not take.
     """
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -214,10 +216,10 @@ async def serve_until_signal(config: ExecutorConfig, started: float | None = Non
         server = ExecutorServer(config, started=started, settle=settle_heap)
     except BackendError as error:
         _log.error("backend_unavailable", reason=error.reason, error=str(error))
-        return 1
+        return _status_of(error)
     except AccessError as error:
         _log.error("manager_access_refused", error=str(error))
-        return 1
+        return _BAD_SETTING
     stopped = asyncio.create_task(stop.wait())
     unusable = asyncio.create_task(server.unusable.wait())
     loading = None
@@ -233,7 +235,7 @@ async def serve_until_signal(config: ExecutorConfig, started: float | None = Non
         return 1
     except BackendError as error:
         _log.error("executor_load_failed", reason=error.reason, error=str(error), metadata=error.metadata)
-        return 1
+        return _status_of(error)
     except Exception:  # noqa: BLE001 - ends the process, with its traceback in the log
         _log.exception("executor_load_failed")
         return 1
@@ -243,3 +245,8 @@ async def serve_until_signal(config: ExecutorConfig, started: float | None = Non
                 task.cancel()
         await server.stop()
     return 1 if server.unusable.is_set() else 0
+
+
+def _status_of(error: BackendError) -> int:
+    """Whether another setting would help, or the model, the machine or the process is at fault."""
+    return _BAD_SETTING if isinstance(error, SettingError) else _FAILED

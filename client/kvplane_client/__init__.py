@@ -2,175 +2,35 @@
 
 Start with :class:`AsyncClient` or :class:`Client`. Errors are described in :mod:`kvplane_client.errors`. The package
 speaks to the manager over the wire alone and imports neither service.
+
+What it exports is in ``_public``, and imported once a name of it is asked for (PEP 562): the command has to run before
+gRPC is imported, to end quietly when it is interrupted while that takes its time.
 """
 
-from kvplane_client._stubs import PlainTextKeyWarning
-from kvplane_client._version import __version__
-from kvplane_client.async_client import AsyncClient
-from kvplane_client.client import Client, SyncGenerationStream, SyncSequencePool
-from kvplane_client.errors import (
-    AbortedError,
-    AlreadyExistsError,
-    DeadlineExceededError,
-    FailedPreconditionError,
-    InternalError,
-    InvalidArgumentError,
-    KvPlaneError,
-    ManagerTooOldError,
-    NotFoundError,
-    OutOfRangeError,
-    PermissionDeniedError,
-    RequestCancelledError,
-    ResourceExhaustedError,
-    UnauthenticatedError,
-    UnavailableError,
-)
-from kvplane_client.kv_events import (
-    KvBlockKeys,
-    KvBlockRemoved,
-    KvBlockStored,
-    KvCacheCleared,
-    KvCacheIndex,
-    KvEvent,
-    KvEventBatch,
-)
-from kvplane_client.manager_types import (
-    BlockFilter,
-    BlockInfo,
-    BlockMoment,
-    BlockRecord,
-    BlockTrace,
-    ExecutorInfo,
-    ExecutorState,
-    LoraAdapter,
-    ManagerState,
-    Model,
-    PinnedPrefix,
-    PinnedPrefixes,
-    PoolStats,
-    RequestInfo,
-    RequestStatus,
-    SchedulerSettings,
-    Stats,
-    TenantStats,
-)
-from kvplane_client.many import ManyStream
-from kvplane_client.many_request import ManyRequest
-from kvplane_client.retry import NO_RETRY, RetryPolicy
-from kvplane_client.sequences import (
-    BlockShortage,
-    CloseSequence,
-    CommitSequence,
-    ExtendSequence,
-    ForkSequence,
-    MultimodalItem,
-    OpenSequence,
-    PromptEmbedding,
-    SequenceDone,
-    SequenceOperation,
-    SequencePool,
-    SequencePoolInfo,
-    SequenceResult,
-    SequenceTable,
-    TokenSpan,
-)
-from kvplane_client.stream import GenerationStream
-from kvplane_client.types import (
-    ChatMessage,
-    Chunk,
-    Completion,
-    FinishReason,
-    GenerateOptions,
-    Prompt,
-    Retention,
-    RetentionLevel,
-    RetentionRange,
-    StopMatch,
-    TokenLogprob,
-    TokenLogprobs,
-    Usage,
-    branch_seed,
-)
+from __future__ import annotations
 
-__all__ = [
-    "NO_RETRY",
-    "AbortedError",
-    "AlreadyExistsError",
-    "AsyncClient",
-    "BlockFilter",
-    "BlockInfo",
-    "BlockMoment",
-    "BlockRecord",
-    "BlockShortage",
-    "BlockTrace",
-    "ChatMessage",
-    "Chunk",
-    "Client",
-    "CloseSequence",
-    "CommitSequence",
-    "Completion",
-    "DeadlineExceededError",
-    "ExecutorInfo",
-    "ExecutorState",
-    "ExtendSequence",
-    "FailedPreconditionError",
-    "FinishReason",
-    "ForkSequence",
-    "GenerateOptions",
-    "GenerationStream",
-    "InternalError",
-    "InvalidArgumentError",
-    "KvBlockKeys",
-    "KvBlockRemoved",
-    "KvBlockStored",
-    "KvCacheCleared",
-    "KvCacheIndex",
-    "KvEvent",
-    "KvEventBatch",
-    "KvPlaneError",
-    "LoraAdapter",
-    "ManagerState",
-    "ManagerTooOldError",
-    "ManyRequest",
-    "ManyStream",
-    "Model",
-    "MultimodalItem",
-    "NotFoundError",
-    "OpenSequence",
-    "OutOfRangeError",
-    "PermissionDeniedError",
-    "PinnedPrefix",
-    "PinnedPrefixes",
-    "PlainTextKeyWarning",
-    "PoolStats",
-    "Prompt",
-    "PromptEmbedding",
-    "RequestCancelledError",
-    "RequestInfo",
-    "RequestStatus",
-    "ResourceExhaustedError",
-    "Retention",
-    "RetentionLevel",
-    "RetentionRange",
-    "RetryPolicy",
-    "SchedulerSettings",
-    "SequenceDone",
-    "SequenceOperation",
-    "SequencePool",
-    "SequencePoolInfo",
-    "SequenceResult",
-    "SequenceTable",
-    "Stats",
-    "StopMatch",
-    "SyncGenerationStream",
-    "SyncSequencePool",
-    "TenantStats",
-    "TokenLogprob",
-    "TokenLogprobs",
-    "TokenSpan",
-    "UnauthenticatedError",
-    "UnavailableError",
-    "Usage",
-    "__version__",
-    "branch_seed",
-]
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvplane_client._public import *  # noqa: F403 - its __all__
+    from kvplane_client._public import __all__ as __all__
+
+_NOT_THERE = object()
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__") and name not in ("__all__", "__version__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if importlib.util.find_spec(f"{__name__}.{name}") is not None:  # a module of the package
+        return importlib.import_module(f"{__name__}.{name}")
+    value = getattr(importlib.import_module(f"{__name__}._public"), name, _NOT_THERE)
+    if value is _NOT_THERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *importlib.import_module("kvplane_client._public").__all__})

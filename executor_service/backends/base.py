@@ -54,6 +54,10 @@ class BackendError(Exception):
         self.metadata = {name: str(value) for name, value in metadata.items()}
 
 
+class SettingError(BackendError):
+    """A setting has a value that this backend, or this machine, does not take: the process ends with status 2."""
+
+
 class AdapterError(BackendError):
     """An adapter cannot be read, or is of a kind, or for a model, that this backend does not run."""
 

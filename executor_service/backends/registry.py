@@ -16,7 +16,7 @@ import inspect
 import typing
 from importlib.metadata import entry_points
 
-from executor_service.backends.base import Backend, BackendError
+from executor_service.backends.base import Backend, BackendError, SettingError
 from executor_service.config import ExecutorConfig
 
 __all__ = ["ENTRY_POINT_GROUP", "create_backend", "known_backends"]
@@ -46,7 +46,7 @@ def create_backend(config: ExecutorConfig) -> Backend:
     place = known.get(config.backend, config.backend)
     if ":" not in place:
         message = f'backend: expected one of {sorted(known)}, or "module:class", got {config.backend!r}'
-        raise BackendError("UNKNOWN_BACKEND", message, got=config.backend)
+        raise SettingError("UNKNOWN_BACKEND", message, got=config.backend)
     module, _, name = place.partition(":")
     try:
         backend_class = getattr(importlib.import_module(module), name)
@@ -68,7 +68,7 @@ def _tensor_parallel(backend_class: type, config: ExecutorConfig) -> Backend:
         BackendError: backends of this class compute in one process, or a rank's cannot be built.
     """
     if not hasattr(backend_class, "join"):
-        raise BackendError(
+        raise SettingError(
             "TENSOR_PARALLEL_NOT_SUPPORTED",
             f"backend {config.backend!r} computes in one process: expected --tensor-parallel-size 1, got"
             f" {config.tensor_parallel_size}; torch and triton have ranks",
@@ -93,12 +93,12 @@ def _backend_config(backend_class: type, config: ExecutorConfig) -> object:
             f"backend {config.backend!r} has one type of its own for K/V: expected --kv-cache-dtype auto, got"
             f" {config.kv_cache_dtype!r}; leave it out, or use another backend"
         )
-        raise BackendError("BAD_KV_CACHE_DTYPE", message, backend=config.backend, kv_cache_dtype=config.kv_cache_dtype)
+        raise SettingError("BAD_KV_CACHE_DTYPE", message, backend=config.backend, kv_cache_dtype=config.kv_cache_dtype)
     if config.max_loras and "max_loras" not in names:
         message = (
             f"backend {config.backend!r} runs no adapters: expected --max-loras 0, got {config.max_loras}; leave it"
             " out, or use another backend"
         )
-        raise BackendError("BAD_MAX_LORAS", message, backend=config.backend, max_loras=config.max_loras)
+        raise SettingError("BAD_MAX_LORAS", message, backend=config.backend, max_loras=config.max_loras)
     config_class = typing.cast("type[object]", hints[0])
     return config_class(**{name: getattr(config, name) for name in names})

@@ -53,6 +53,7 @@ from executor_service.backends.base import (
     MemoryProfile,
     ModelInfo,
     NotEnoughMemoryError,
+    SettingError,
     StepBatch,
     StepResult,
     chunk_size,
@@ -171,28 +172,28 @@ class SimBackend(Backend):
         """Describe the model; there is nothing to load.
 
         Raises:
-            BackendError: an end-of-sequence id is not in the vocabulary, a window too short, or block sizes are not one
+            SettingError: an end-of-sequence id is not in the vocabulary, a window too short, or block sizes are not one
                 for each window.
         """
         config = self._config
         for token_id in config.sim_eos_token_ids:
             if not 0 <= token_id < config.sim_vocab_size:
-                message = f"sim_eos_token_ids: expected ids in [0, {config.sim_vocab_size}), got {token_id}"
-                raise BackendError("BAD_EOS_TOKEN_ID", message, got=token_id)
+                message = f"--sim-eos-token-ids: expected ids in [0, {config.sim_vocab_size}), got {token_id}"
+                raise SettingError("BAD_EOS_TOKEN_ID", message, got=token_id)
         for window in config.sim_windows:
             if window == 1:
                 message = (
-                    "sim_windows: expected 0 for full attention, -1 for a state, windows of at least 2 tokens, or -n"
+                    "--sim-windows: expected 0 for full attention, -1 for a state, windows of at least 2 tokens, or -n"
                     f" for chunks of n, got {window}"
                 )
-                raise BackendError("BAD_WINDOW", message, got=window)
+                raise SettingError("BAD_WINDOW", message, got=window)
         sizes, num_groups = config.sim_block_sizes, len(config.sim_windows or (0,))
         if sizes and (len(sizes) != num_groups or min(sizes) < 1):
             message = (
-                "sim_block_sizes: expected a block size of at least 1 for each KV group of sim_windows, of which there"
-                f" are {num_groups}, got {', '.join(map(str, sizes))}"
+                "--sim-block-sizes: expected a block size of at least 1 for each KV group of --sim-windows, of which"
+                f" there are {num_groups}, got {', '.join(map(str, sizes))}"
             )
-            raise BackendError("BAD_BLOCK_SIZES", message, got=sizes)
+            raise SettingError("BAD_BLOCK_SIZES", message, got=sizes)
         windows = "".join(f"-{window}" for window in config.sim_windows)
         return ModelInfo(
             model_name=config.model_name or "sim",

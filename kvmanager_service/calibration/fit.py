@@ -1,6 +1,6 @@
 """The terms of a cost model from measured steps.
 
-Station: called by `__main__` with what `measurement` found. Pure arithmetic; a handful of numbers needs no library.
+Station: called by `command` with what `measurement` found. Pure arithmetic; a handful of numbers needs no library.
 """
 
 from __future__ import annotations

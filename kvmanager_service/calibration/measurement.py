@@ -1,6 +1,6 @@
 """Has an executor run steps, as its manager would, and notes how long it computed for each.
 
-Station: called by `__main__`; calls `ExecutorService`.
+Station: called by `command`; calls `ExecutorService`.
 
     GetModelInfo: is it free? ─▶ ProfileMemory ─▶ InitializeKvCache ─▶ Execute, a step at a time ─▶ ProfileMemory(1, 1)
 

@@ -1,6 +1,6 @@
 """The command line of a calibration.
 
-Station: read by `__main__`. Names and defaults are those of the manager's flags where it has the same thing.
+Station: read by `command`. Names and defaults are those of the manager's flags where it has the same thing.
 """
 
 from __future__ import annotations

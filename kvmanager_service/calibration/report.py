@@ -1,6 +1,6 @@
 """What a calibration shows and writes.
 
-Station: called by `__main__`. The document is what `--json` prints and `--output` writes; `replay.cost_model` and
+Station: called by `command`. The document is what `--json` prints and `--output` writes; `replay.cost_model` and
 `replay.kv_geometry` read it.
 """
 

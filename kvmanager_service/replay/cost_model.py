@@ -18,7 +18,6 @@ tokens: they grow with the square of a prompt, and with the context of a late ch
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +51,8 @@ class CostModelError(Exception):
 Quantities = tuple[int, int, int, float, float]
 """What each term is multiplied with: 1, tokens of rows with several, rows with one token, tokens of context, pairs."""
 
+_MAX_US = 1e12
+"""Of a term: eleven days."""
 _ALL = GroupReads([FullAttention(1)])
 
 
@@ -138,7 +139,7 @@ def read_cost_model(path: Path) -> CostModel:
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # of the JSON, or of the UTF-8
+    except (ValueError, RecursionError) as error:  # of the JSON, or of the UTF-8
         raise CostModelError(str(path), "a JSON object", str(error)) from None
     values = document.get("cost_model") if isinstance(document, dict) else None
     if not isinstance(values, dict):
@@ -146,6 +147,6 @@ def read_cost_model(path: Path) -> CostModel:
     if values.keys() != set(TERMS):
         raise CostModelError(str(path), f"cost_model with {', '.join(TERMS)}", ", ".join(sorted(values)) or "nothing")
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise CostModelError(str(path), f"{name}: a number of at least 0", repr(value))
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MAX_US:
+            raise CostModelError(str(path), f"{name}: a number in 0 to {_MAX_US:g}", repr(value))
     return CostModel(**values)

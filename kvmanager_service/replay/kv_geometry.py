@@ -1,6 +1,6 @@
 """What KV cache a replay has: blocks, their size, and the KV groups of its model.
 
-Station: called by `options` and `__main__`. It comes from flags, or from a file: `kvplane plan --json` reckons one from
+Station: called by `options` and `command`. It comes from flags, or from a file: `kvplane plan --json` reckons one from
 a model's configuration, `kvplane calibrate -o` writes down that of an executor.
 """
 
@@ -18,6 +18,7 @@ from kvmanager_service.core.kv_groups import ChunkedLocal, FullAttention, KVGrou
 
 __all__ = [
     "DEFAULT_BLOCK_SIZE",
+    "MAX_BLOCKS",
     "MAX_GROUPS",
     "GroupShape",
     "KvCacheFileError",
@@ -31,6 +32,8 @@ __all__ = [
 DEFAULT_BLOCK_SIZE = 16
 MAX_GROUPS = 64
 """As many as the manager takes of an executor."""
+MAX_BLOCKS = 1 << 26
+"""Of a replay, which makes each of them: so many take 8 GB of memory."""
 
 _MAX_INT32 = (1 << 31) - 1
 _GROUP = re.compile(
@@ -163,7 +166,7 @@ def read_kv_cache(path: Path) -> KvGeometry:
         got = f"{len(groups)}" if isinstance(groups, list) else "none"
         raise KvCacheFileError(str(path), f"kv_cache with a list of 1 to {MAX_GROUPS} groups", got)
     return KvGeometry(
-        _integer(path, "num_blocks", values.get("num_blocks"), 2),
+        _integer(path, "num_blocks", values.get("num_blocks"), 2, MAX_BLOCKS),
         _integer(path, "block_size", values.get("block_size"), 1),
         _full_first([_read_shape(path, group) for group in groups]),
     )
@@ -181,7 +184,7 @@ def _read_shape(path: Path, values: object) -> GroupShape:
     return GroupShape(kind, size, num_layers, block_size)
 
 
-def _integer(path: Path, name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MAX_INT32:
-        raise KvCacheFileError(str(path), f"{name}: an integer of at least {least}", repr(value))
+def _integer(path: Path, name: str, value: Any, least: int, most: int = _MAX_INT32) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise KvCacheFileError(str(path), f"{name}: an integer in {least} to {most}", repr(value))
     return value

@@ -3,7 +3,7 @@
 What is left is the pool: which blocks are there when a prompt comes. That is how hit ratios of cache sizes and eviction
 policies are published, and it takes a second for thousands of requests.
 
-Station: called by `__main__` and by tests; calls the KV cache manager, or the coordinator of several groups.
+Station: called by `command` and by tests; calls the KV cache manager, or the coordinator of several groups.
 """
 
 from __future__ import annotations

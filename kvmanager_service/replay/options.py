@@ -1,6 +1,6 @@
 """The command line of a replay.
 
-Station: read by `__main__`. Names and defaults are those of the manager's flags where a replay has the same thing.
+Station: read by `command`. Names and defaults are those of the manager's flags where a replay has the same thing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvmanager_service.core.fair_queue import DEFAULT_WEIGHTS
 from kvmanager_service.core.policies import POLICIES
 from kvmanager_service.core.scheduler_config import PREEMPTION_MODES, RECOMPUTE, SchedulerConfig
 from kvmanager_service.replay.cost_model import TERMS, CostModel
-from kvmanager_service.replay.kv_geometry import DEFAULT_BLOCK_SIZE, MAX_GROUPS, GroupShape, read_groups
+from kvmanager_service.replay.kv_geometry import DEFAULT_BLOCK_SIZE, MAX_BLOCKS, MAX_GROUPS, GroupShape, read_groups
 from kvmanager_service.replay.plot import SUFFIXES
 from kvmanager_service.replay.tenants import MAX_TENANTS, read_shares
 from kvmanager_service.replay.trace import FORMATS, MOONCAKE_BLOCK
@@ -43,6 +43,7 @@ Examples:
 Exit codes: 0 done, 1 the trace or a file can not be used, 2 wrong usage, 130
 interrupted."""
 
+_MAX_INT32 = (1 << 31) - 1
 _TERM_HELP = (
     "any step: launches, reading the weights",
     "each token of a row with several",
@@ -52,21 +53,22 @@ _TERM_HELP = (
 )
 
 
-def _number(kind: Callable[[str], float], least: float, what: str) -> Callable[[str], float]:
+def _number(kind: Callable[[str], float], least: float, what: str, most: float = math.inf) -> Callable[[str], float]:
     def read(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"expected {what} of at least {least:g}, got {text!r}")
+        if not least <= value <= most or math.isinf(value):
+            and_most = "" if math.isinf(most) else f" and at most {most:.0f}"
+            raise argparse.ArgumentTypeError(f"expected {what} of at least {least:g}{and_most}, got {text!r}")
         return value
 
     return read
 
 
-def _count(least: int) -> Callable[[str], float]:
-    return _number(int, least, "an integer")
+def _count(least: int, most: int = _MAX_INT32) -> Callable[[str], float]:
+    return _number(int, least, "an integer", most)
 
 
 def _microseconds(text: str) -> float:
@@ -158,8 +160,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_pool(parser: argparse.ArgumentParser) -> None:
     pool = parser.add_argument_group("pool")
     pool.add_argument(
-        "--num-blocks", type=_count(0),
-        help="blocks, the null block included; 0: as many as could be used; default: those of --kv-cache",
+        "--num-blocks", type=_count(0, MAX_BLOCKS),
+        help=f"blocks, the null block included, {MAX_BLOCKS} at most; 0: as many as could be used; default: those of"
+        " --kv-cache",
     )  # fmt: skip
     pool.add_argument(
         "--block-size", type=_count(1),
@@ -181,8 +184,9 @@ def _add_pool(parser: argparse.ArgumentParser) -> None:
         help="which cached block gives way first; default: %(default)s",
     )  # fmt: skip
     pool.add_argument(
-        "--num-host-blocks", type=_count(0), default=0, help="blocks in host memory to swap to; default: %(default)s"
-    )
+        "--num-host-blocks", type=_count(0, MAX_BLOCKS), default=0,
+        help="blocks in host memory to swap to; default: %(default)s",
+    )  # fmt: skip
     pool.add_argument(
         "--whole-blocks", action="store_true",
         help=f"count every id of a mooncake trace as {MOONCAKE_BLOCK} tokens, the last of a prompt, too",

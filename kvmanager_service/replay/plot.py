@@ -1,6 +1,6 @@
 """A replay's course as a picture: hit ratio, requests and pool, over time.
 
-Station: called by `__main__`. It is matplotlib's work, which only the extra `plot` installs: it is imported here alone,
+Station: called by `command`. It is matplotlib's work, which only the extra `plot` installs: it is imported here alone,
 and where a picture is asked for.
 """
 

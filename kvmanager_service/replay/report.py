@@ -1,6 +1,6 @@
 """What a replay found: numbers, as a document and as a table.
 
-Station: the runners fill a `Measurements`; `summarise` makes the document of it that `__main__` prints.
+Station: the runners fill a `Measurements`; `summarise` makes the document of it that `command` prints.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvmanager_service.core.fair_queue import DEFAULT_WEIGHTS, FairWeights
+from kvmanager_service.visible import visible
 
 __all__ = ["Measurements", "Sample", "TenantMeasurements", "percentiles", "summarise", "table", "tenants_table"]
 
@@ -261,7 +262,7 @@ def tenants_table(document: dict[str, Any]) -> Table | None:
 
 
 def _tenant_cells(name: str, mine: dict[str, Any], *, has_clock: bool) -> Iterable[str]:
-    yield escape(name) or "(none)"
+    yield escape(visible(name)) or "(none)"
     yield f"{mine['requests']['replayed']:,}"
     yield f"{mine['token_hit_ratio']:.4f}"
     yield f"{mine['prompt_tokens']:,}"

@@ -1,6 +1,6 @@
 """Tenants for a trace that names none: shares of its requests, in turn.
 
-Station: called by `options` and `__main__`.
+Station: called by `options` and `command`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A trace on a simulated clock: requests arrive when they did, and a cost model says how long each step takes.
 
-Station: called by `__main__` and by tests; drives `Scheduler` as `StepLoop` does, with an executor that makes up its
+Station: called by `command` and by tests; drives `Scheduler` as `StepLoop` does, with an executor that makes up its
 results. Nothing sleeps: the clock jumps to the next arrival or to the end of the oldest step.
 
     arrivals ─▶ add_request ─▶ schedule ─▶ step, ends at max(now, end of the step before) + cost ─▶ update ─▶ outputs

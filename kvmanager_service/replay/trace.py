@@ -1,11 +1,11 @@
 """Request traces: three formats, one kind of request.
 
-Station: called by `__main__`; the runners take what it returns. A trace has lengths and says which prompts begin alike;
+Station: called by `command`; the runners take what it returns. A trace has lengths and says which prompts begin alike;
 the tokens themselves are made up here, the same ones each time. Requests are in the order they arrive in.
 
     mooncake  jsonl: timestamp (ms), input_length, output_length, hash_ids: one id per 512 tokens of the prompt,
               equal ids = equal tokens. Source: kvcache-ai/Mooncake, the FAST'25 traces.
-    azure     csv: TIMESTAMP, ContextTokens, GeneratedTokens; no two prompts begin alike.
+    azure     csv: TIMESTAMP, ContextTokens, GeneratedTokens, in any order; no two prompts begin alike.
               Source: Azure/AzurePublicDataset, AzureLLMInferenceDataset2023.
     kvplane   jsonl: see docs/replay.md.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import csv
 import datetime
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +41,9 @@ FIRST_SAMPLED_TOKEN = 1 << 30
 """From here on token ids are output."""
 _MAX_LENGTH = 1 << 24
 _LONGEST_QUOTE = 120
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _MAX_INT32 = (1 << 31) - 1
+_MAX_SECONDS = 1e12
 
 
 class TraceError(Exception):
@@ -168,10 +171,10 @@ class _Record:
             raise self._lines.error(f"no fields but {', '.join(names)}", ", ".join(sorted(unknown)))
 
     def seconds(self, name: str) -> float:
-        """A finite number, at least 0."""
+        """A number of at least 0, and at most of 30,000 years."""
         value = self.values.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e12:
-            raise self._lines.error(f"{name}: a number of at least 0", _shown(value))
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MAX_SECONDS:
+            raise self._lines.error(f"{name}: a number in 0 to {_MAX_SECONDS:g}", _shown(value))
         return float(value)
 
     def integer(self, name: str, least: int, most: int, default: int | None = None) -> int:
@@ -196,7 +199,13 @@ class _Record:
         value = self.values.get(name, "")
         if not isinstance(value, str):
             raise self._lines.error(f"{name}: a string", _shown(value))
-        return value
+        return self.unicode(name, value)
+
+    def unicode(self, name: str, value: str) -> str:
+        """The string, if it can be written as UTF-8, which half a surrogate pair can not."""
+        if not _SURROGATE.search(value):
+            return value
+        raise self._lines.error(f"{name}: a string of whole characters, without half a surrogate pair", _shown(value))
 
 
 def _read_mooncake(lines: _Lines) -> Iterator[TraceRequest]:
@@ -223,18 +232,19 @@ _AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 def _read_azure(lines: _Lines) -> Iterator[TraceRequest]:
     rows = _csv_rows(lines)
     header = next(rows, [])
-    if header != _AZURE_COLUMNS:
-        raise lines.error(f"the columns {','.join(_AZURE_COLUMNS)}", ",".join(header))
+    if sorted(header) != sorted(_AZURE_COLUMNS):
+        raise lines.error(f"the columns {','.join(_AZURE_COLUMNS)}, in any order", ",".join(header))
     for row in rows:
         if len(row) != len(_AZURE_COLUMNS):
             raise lines.error(f"{len(_AZURE_COLUMNS)} columns", f"{len(row)}")
+        cells = dict(zip(header, row, strict=True))
         try:
-            moment = datetime.datetime.fromisoformat(row[0])
+            moment = datetime.datetime.fromisoformat(cells["TIMESTAMP"])
         except ValueError:
-            raise lines.error("TIMESTAMP: a time such as 2023-11-16 18:15:46.6805900", row[0]) from None
+            raise lines.error("TIMESTAMP: a time such as 2023-11-16 18:15:46.6805900", cells["TIMESTAMP"]) from None
         if moment.tzinfo is None:
             moment = moment.replace(tzinfo=datetime.UTC)
-        prompt, output = (_azure_count(lines, name, row[index]) for index, name in enumerate(_AZURE_COLUMNS) if index)
+        prompt, output = (_azure_count(lines, name, cells[name]) for name in _AZURE_COLUMNS[1:])
         yield TraceRequest(
             request_id=f"line-{lines.number}",
             arrival=moment.timestamp(),
@@ -322,7 +332,7 @@ def _made_up(lines: _Lines, record: _Record, names: dict[str, int]) -> tuple[tup
         length = record.checked(f"length of prefix {item[0]!r}", item[1], 1, _MAX_LENGTH)
         if length > rest:
             raise lines.error("a prefix that is no longer than prompt_length", f"{length - rest} tokens more")
-        parts.append((names.setdefault(item[0], len(names)), length))
+        parts.append((names.setdefault(record.unicode("name of a prefix", item[0]), len(names)), length))
         rest -= length
     if rest:
         parts.append((FIRST_UNIQUE_TOKEN + lines.number, rest))
@@ -369,7 +379,7 @@ def read_trace(path: Path, trace_format: str = "auto", limit: int = 0) -> list[T
 
 
 def _guess(lines: _Lines, first: str) -> str:
-    if first.startswith(_AZURE_COLUMNS[0]):
+    if first.startswith(_AZURE_COLUMNS[0]) or all(name in first for name in _AZURE_COLUMNS):
         return "azure"
     if '"hash_ids"' in first:
         return "mooncake"

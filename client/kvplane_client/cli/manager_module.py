@@ -1,29 +1,21 @@
-"""Runs a command of the manager package as a process of its own, as ``kvplane up`` starts its services.
+"""Becomes a command of the manager package: this process goes on as ``python -m`` of its module.
 
-Station: called by ``replay`` and ``calibrate``. The client imports nothing of the manager; arguments, output and exit
-code are passed through as they are.
+Station: called by ``replay`` and ``calibrate``. The client imports nothing of the manager; arguments, input, output,
+signals and exit code are the module's own, and no process is left behind whatever ends this one.
 """
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-import typer
-
 __all__ = ["run_module"]
-
-_SIGNAL_EXIT = 128
 
 
 def run_module(module: str, arguments: Sequence[str]) -> NoReturn:
-    """Run ``python -m module`` to its end. Raises typer.Exit with its exit code, or 128 and its signal."""
-    child = subprocess.Popen([sys.executable, "-m", module, *arguments])  # noqa: S603 - our own module
-    while True:
-        try:
-            code = child.wait()
-        except KeyboardInterrupt:
-            continue  # Ctrl-C reaches the child as well, which says so and ends
-        raise typer.Exit(code if code >= 0 else _SIGNAL_EXIT - code)
+    """Replace this process by ``python -m module``."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])  # noqa: S606 - our own module

@@ -101,9 +101,11 @@ def test_replay_bad_line_exits_1_and_says_where(trace: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("--num-blocks", "-1"), 2, "expected an integer of at least 0, got '-1'"),
+        (("--num-blocks", "-1"), 2, "expected an integer of at least 0 and at most 67108864, got '-1'"),
         (("--num-blocks", "9", "--eviction-policy", "mru"), 2, "invalid choice"),
         (("--num-blocks", "9", "--max-num-seqs", "4096"), 2, "expected at most --max-num-batched-tokens"),
+        (("--num-blocks", "67108865"), 2, "at most 67108864, got '67108865'"),
+        (("--num-blocks", "9", "--num-host-blocks", "99999999999"), 2, "at most 67108864, got '99999999999'"),
         (("--num-blocks", "1"), 2, "expected 0, or at least 2"),
         ((), 2, "expected --num-blocks, or --kv-cache to take them from, got neither"),
         (("--num-blocks", "9", "--kv-groups", "mamba"), 2, "with @B for blocks of B tokens, got 'mamba'"),

@@ -322,6 +322,29 @@ def test_up_of_settings_that_a_service_refuses_exits_with_2_and_its_words(tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--kv-cache-dtype", "fp8"], "expected --kv-cache-dtype auto, got 'fp8'"),
+        (["--tensor-parallel-size", "2"], "expected --tensor-parallel-size 1, got 2"),
+        (["--executor-arg=--sim-windows=0,1"], "--sim-windows: expected 0 for full attention"),
+        (["--executor-arg=--sim-eos-token-ids=32000"], "--sim-eos-token-ids: expected ids in [0, 32000), got 32000"),
+        (["--executor-arg=--manager-api-key-file=/nowhere/key"], "--manager-api-key-file: expected a file with a key"),
+    ],
+)
+def test_up_of_settings_that_the_executor_refuses_exits_with_2_and_its_words(
+    tmp_path: Path, running: list[Up], arguments: list[str], told: str
+) -> None:
+    up = Up(tmp_path, "--backend", "sim", "--port", "0", *arguments, stand_ins=False)
+    running.append(up)
+
+    code, stdout, stderr = up.end()
+
+    assert (code, stdout) == (2, "")
+    assert "the executor has ended (exit code 2)" in stderr
+    assert stderr.count(told) == 1
+
+
+@pytest.mark.parametrize(
     ("backend", "missing", "advice"),
     [
         ("torch", ["transformers"], "pip install 'kvplane[executor]', or try --backend sim"),

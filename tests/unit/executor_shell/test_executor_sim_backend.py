@@ -119,7 +119,7 @@ def test_execute_block_of_another_size_reads_as_unwritten():
 
 @pytest.mark.parametrize("sizes", [(4,), (4, 8, 8), (4, 0)])
 def test_load_block_sizes_that_are_not_one_for_each_group_are_refused(sizes):
-    with pytest.raises(BackendError, match="sim_block_sizes: expected a block size of at least 1 for each") as caught:
+    with pytest.raises(BackendError, match="--sim-block-sizes: expected a block size of at least 1 for each") as caught:
         SimBackend(SimBackendConfig(sim_windows=(0, 8), sim_block_sizes=sizes)).load()
     assert caught.value.reason == "BAD_BLOCK_SIZES"
 

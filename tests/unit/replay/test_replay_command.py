@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from kvmanager_service.replay.__main__ import main
+from kvmanager_service.replay.command import main
+from kvmanager_service.replay.kv_geometry import MAX_BLOCKS
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens",
@@ -155,6 +156,20 @@ def test_long_prefill_threshold_lets_others_run_beside_a_long_prompt(
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------
+
+
+def test_pool_that_a_replay_can_not_make_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many blocks as a trace could use, or a file says, are bounded as those of the flag are."""
+    long = {"arrival": 0, "prompt_length": 1 << 24, "output_length": 1 << 24}
+    trace = tmp_path / "long.jsonl"
+    trace.write_text(3 * f"{json.dumps(long)}\n")
+    assert main([str(trace), "--num-blocks", "0", "--block-size", "1"]) == 1
+    assert f"could use at most {MAX_BLOCKS} blocks, got {2 + 3 * (1 << 25)}" in capsys.readouterr().err
+    known = tmp_path / "kv.json"
+    groups = [{"type": "full_attention", "num_layers": 1}]
+    known.write_text(json.dumps({"kv_cache": {"num_blocks": MAX_BLOCKS + 1, "block_size": 16, "groups": groups}}))
+    assert main([str(trace), "--kv-cache", str(known)]) == 1
+    assert f"num_blocks: an integer in 2 to {MAX_BLOCKS}, got {MAX_BLOCKS + 1}" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from kvmanager_service.core.scheduler import Scheduler
 from kvmanager_service.core.scheduler_config import SchedulerConfig
 from kvmanager_service.core.step import BlockCopy, CopyDirection, ScheduledRow, Step
 from kvmanager_service.replay import kv_geometry
-from kvmanager_service.replay.__main__ import main
+from kvmanager_service.replay.command import main
 from kvmanager_service.replay.cost_model import CostModel, quantities
 from kvmanager_service.replay.group_reads import GroupReads
 from kvmanager_service.replay.kv_geometry import (
@@ -278,14 +278,14 @@ def test_read_kv_cache_takes_each_type_that_calibration_writes(
             "None",
         ),
         (changed(groups=[{"type": "full_attention"}]), "num_layers of a group: an integer", "None"),
-        (changed(num_blocks=1), "num_blocks: an integer of at least 2", "1"),
-        (changed(block_size=0), "block_size: an integer of at least 1", "0"),
+        (changed(num_blocks=1), "num_blocks: an integer in 2 to 67108864", "1"),
+        (changed(block_size=0), "block_size: an integer in 1 to 2147483647", "0"),
         (
             changed(groups=[{"type": "full_attention", "num_layers": 1, "block_size": -1}]),
-            "block_size of a group: an integer of at least 0",
+            "block_size of a group: an integer in 0 to 2147483647",
             "-1",
         ),
-        (changed(block_size=True), "block_size: an integer of at least 1", "True"),
+        (changed(block_size=True), "block_size: an integer in 1 to 2147483647", "True"),
     ],
 )
 def test_read_kv_cache_of_another_file_says_what_is_expected(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from kvmanager_service.replay.__main__ import main
+from kvmanager_service.replay.command import main
 from kvmanager_service.replay.plot import PlotLibraryError, draw, require_library
 from kvmanager_service.replay.report import Sample
 

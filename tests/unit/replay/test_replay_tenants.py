@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvmanager_service.replay.__main__ import main
+from kvmanager_service.replay.command import main
 from kvmanager_service.replay.tenants import read_shares, spread
 from kvmanager_service.replay.trace import TraceRequest
 
@@ -168,3 +168,18 @@ def test_wrong_options_of_tenants_say_what_is_expected(
     with pytest.raises(SystemExit, match="2"):
         main([str(burst), *LIMITS, *options])
     assert message in capsys.readouterr().err
+
+
+def test_what_a_terminal_obeys_is_written_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of tenants, and what an error quotes of the trace."""
+    request = {"arrival": 0.0, "prompt_length": 8, "output_length": 2}
+    records: list[dict[str, object]] = [request | {"tenant": tenant} for tenant in ("\x1b[31mred", "b\u202e")]
+    assert main([str(written(tmp_path, records)), *LIMITS]) == 0
+    shown = capsys.readouterr().out
+    assert r"\x1b[31mred" in shown
+    assert r"b\u202e" in shown
+    records[1]["\x1b]0;owned\x07"] = 1
+    assert main([str(written(tmp_path, records)), *LIMITS]) == 1
+    error = capsys.readouterr().err
+    assert r"\x1b]0;owned\x07" in error
+    assert not {"\x1b", "\x07", "\u202e"} & set(shown + error)
