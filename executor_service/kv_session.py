@@ -131,6 +131,12 @@ class KvSession:
             # takes the cache's memory.
             self.cache = None
         if key != self._last_profiled:  # a backend makes the cache for what it measured last
+            _log.info(  # what a large model's start takes most of its time for
+                "memory_profile_started",
+                does="runs one step of the largest size to measure its memory",
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=max_num_seqs,
+            )
             with self._startup.part("memory_profile"):
                 profile = self._backend.profile_memory(*key)
             self._profiles.setdefault(key, profile)

@@ -117,6 +117,8 @@ def read_adapter_files(source: str, max_file_bytes: int) -> AdapterFiles:
             )
         data = path.read_bytes()
         tensors = safetensors.torch.load(data)
+    except FileNotFoundError as error:
+        raise _not_readable(source, f"{WEIGHTS_FILE} in {folder}", "no such file; have peft save it there") from error
     except (OSError, SafetensorError) as error:
         raise _not_readable(source, f"{WEIGHTS_FILE} that safetensors can read in {folder}", error) from error
     matrices = _matrices(tensors, config)
@@ -166,11 +168,25 @@ def _matrices(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) ->
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         match = _MATRIX.fullmatch(name)
-        if match is None or tensor.dim() != 2 or not tensor.is_floating_point():
+        if match is not None and not tensor.is_floating_point():
+            raise AdapterError(
+                "ADAPTER_NOT_SUPPORTED",
+                f"{WEIGHTS_FILE}: expected matrices of floating-point numbers, got {name} of"
+                f" {str(tensor.dtype).removeprefix('torch.')}; save the adapter in one of their types",
+                tensor=name,
+            )
+        if match is None or tensor.dim() != 2:
             raise AdapterError(
                 "ADAPTER_NOT_SUPPORTED",
                 f"{WEIGHTS_FILE}: expected matrices lora_A and lora_B of linear layers, got {name} of shape"
                 f" {tuple(tensor.shape)}; train it without what that belongs to",
+                tensor=name,
+            )
+        if not tensor.isfinite().all():
+            raise AdapterError(
+                "ADAPTER_NOT_READABLE",
+                f"{WEIGHTS_FILE}: expected finite numbers, got NaN or infinities in {name}; the training that made it"
+                " diverged, or the file is damaged: take an earlier checkpoint, or fetch it again",
                 tensor=name,
             )
         pairs.setdefault(match["module"], {})[match["which"]] = tensor
@@ -195,7 +211,8 @@ def _scale(module: str, rank: int, config: Mapping[str, Any]) -> float:
     if stated != rank:
         raise AdapterError(
             "ADAPTER_NOT_READABLE",
-            f"{CONFIG_FILE}: expected the rank of the matrices of {module}, {rank}, got {stated}",
+            f"{CONFIG_FILE}: expected the rank of the matrices of {module}, {rank}, got {stated};"
+            " take both files of one checkpoint",
             module=module,
         )
     alpha = _of_module(config.get("alpha_pattern"), module, config.get("lora_alpha"))

@@ -28,7 +28,9 @@ def server_credentials(certificate: Path, key: Path) -> grpc.ServerCredentials:
         # A key with a password is refused here: without one given, the standard library would ask on the terminal.
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key, password="")
     except (ssl.SSLError, ValueError, OSError) as error:
-        why = error.reason if isinstance(error, ssl.SSLError) else type(error).__name__
+        # Without a reason OpenSSL found no certificate, or no key, in a file that should hold one.
+        reason = error.reason if isinstance(error, ssl.SSLError) else type(error).__name__
+        why = reason or "one of them is not what it is given as"
         raise ConfigError(
             f"--tls-certificate, --tls-key: expected a PEM certificate and its private key without a password, got"
             f" {certificate} and {key}: {why}. Give the two that were made together"

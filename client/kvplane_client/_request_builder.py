@@ -186,6 +186,8 @@ def _copy(options: GenerateOptions, names: Iterable[str], message: Any) -> None:
 def _extend(name: str, field: Any, values: Iterable[Any]) -> None:
     """Appends integers, numpy's included."""
     for value in values:
+        if isinstance(value, bool):  # an integer to Python, and a slip of whoever passes one
+            raise _refusal(name, "token ids as 32-bit integers", value)
         try:
             field.append(operator.index(value))
         except (TypeError, ValueError) as error:

@@ -176,7 +176,7 @@ class ModelShape:
             head_dim=head_dim,
             intermediate_size=dense_width(values, where),
             vocab_size=positive(values, "vocab_size", where),
-            tied=bool(values.get("tie_word_embeddings", False)),
+            tied=_is_tied(values, where),
             max_model_len=longest_sequence(values, where),
             windows=windows if any(windows) else (),
             experts=read_experts(values, where),
@@ -217,11 +217,19 @@ def load_shape(model: str) -> ModelShape:
     except OSError as error:
         names = ", ".join(PRESETS)
         raise PlanError(f"expected one of {names}, or a config.json; {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{path}: expected JSON: {error}") from error
     if not isinstance(config, dict):
         raise PlanError(f"{path}: expected a JSON object, got {type(config).__name__}")
     return ModelShape.from_config(config, str(path))
+
+
+def _is_tied(config: Mapping[str, Any], where: str) -> bool:
+    """Returns whether the output layer is the embedding. Raises PlanError for what says neither."""
+    value = config.get("tie_word_embeddings")
+    if value is not None and not isinstance(value, bool):
+        raise PlanError(f"{where}: expected tie_word_embeddings to be true or false, got {value!r}; correct it")
+    return bool(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Station: made by ``kvplane up``, which has the supervisor run what it says. It s
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
@@ -19,6 +20,11 @@ __all__ = ["LocalServer"]
 
 # An address of RFC 5737, which no machine has.
 _ELSEWHERE = ("192.0.2.1", 9)
+# What is wrong with the host, not with the port.
+_OF_THE_HOST = dict.fromkeys(
+    (errno.EADDRNOTAVAIL, socket.EAI_NONAME, socket.EAI_AGAIN, socket.EAI_FAMILY),
+    "expected an address of this machine as --host; 127.0.0.1 is this machine alone, 0.0.0.0 every interface",
+)
 # Whatever ends the supervisor ends the services.
 _FIXED = ("--log-format", "json", "--exit-with-parent")
 
@@ -106,7 +112,9 @@ def _free_port(host: str, port: int) -> int:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise CommandError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+            why = f"cannot listen on {host}:{port}: {error.strerror}"
+            advice = _OF_THE_HOST.get(error.errno or 0, "choose another --port")
+            raise CommandError(f"{why}; {advice}") from error
         chosen: int = probe.getsockname()[1]
     return chosen
 

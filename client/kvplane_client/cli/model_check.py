@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from kvplane_client.cli.gguf_length import least_length
 from kvplane_client.cli.values import refused
 
 __all__ = ["check_model"]
@@ -92,8 +93,25 @@ def _check_gguf(path: Path) -> None:
         raise refused("a .gguf file or a folder", str(path), "name one of these", option=_OPTION)
     with path.open("rb") as file:
         begin = file.read(len(_GGUF_MAGIC))
+        file.seek(0)
+        least = _least_gguf_length(file) if begin == _GGUF_MAGIC else None
+    size = path.stat().st_size
+    if least is not None and size < least:
+        raise refused(
+            f"{path} to have at least {least} bytes, as its head says", size, "it is cut off: fetch it again",
+            option=_OPTION,
+        )  # fmt: skip
     if begin != _GGUF_MAGIC:
         raise refused(f"a GGUF file, which begins with {_GGUF_MAGIC!r}", begin, f"fetch {path} again", option=_OPTION)
+
+
+def _least_gguf_length(file: BinaryIO) -> int | None:
+    try:
+        return least_length(file)
+    except EOFError as error:
+        raise refused(
+            f"a whole GGUF file in {file.name}", str(error), "it is cut off: fetch it again", option=_OPTION
+        ) from None
 
 
 def _check_safetensors(path: Path) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvplane_client.cli.values import MAX_INT32
+
 __all__ = [
     "DEFAULTS",
     "UNGATED",
@@ -32,6 +34,7 @@ Config = Mapping[str, Any]
 
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _LLAMA4, _JAMBA, _GRANITE4 = "llama4_text", "jamba", "granitemoehybrid"
+_MOST_LAYERS = 10_000
 _ONLY_STATES = ("mamba", "mamba2")
 
 # Types of models some of whose layers keep a state that no executor here knows; of those it does, see `model_states`.
@@ -234,6 +237,9 @@ def positive(config: Config, key: str, where: str, default: int | None = None) -
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise PlanError(f"{where}: expected {key} to be a positive integer, got {value!r}; name a decoder's")
+    most = _MOST_LAYERS if key == "num_hidden_layers" else MAX_INT32
+    if value > most:
+        raise PlanError(f"{where}: expected {key} to be at most {most}, got {value}; name a decoder's")
     return value
 
 

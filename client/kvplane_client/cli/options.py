@@ -269,8 +269,12 @@ def parse_token_ids(given: str) -> list[int]:
         ids = [to_int(item) for item in given.replace(",", " ").split()]
     except ValueError:
         raise refused(expected, given, advice, option="--token-ids") from None
-    if not ids or min(ids) < 0 or max(ids) > MAX_INT32:
+    if not ids:
         raise refused(expected, given, advice, option="--token-ids")
+    for token_id in ids:
+        if not 0 <= token_id <= MAX_INT32:
+            advice = "the model's are below its vocab_size: `kvplane model info`"
+            raise refused(f"token ids in 0 to {MAX_INT32}", token_id, advice, option="--token-ids")
     return ids
 
 
@@ -317,7 +321,8 @@ def _retention_bounds(start: str, stop: str, item: str) -> tuple[int, int | None
     except ValueError:
         raise _bad_retention(item) from None
     if not 0 <= first < end <= MAX_INT32:
-        raise _bad_retention(item)
+        expected = f"START below STOP, both in 0 to {MAX_INT32}, in START:STOP=PRIORITY"
+        raise refused(expected, item, 'such as ":512=80" or "512:=-10/60"', option="--retention")
     return first, end if stop else None
 
 

@@ -114,7 +114,9 @@ def _client(
 
 
 def _say_retry(error: KvPlaneError, pause: float) -> None:
-    err_console().print(f"[dim]connection lost, trying again in {pause:.1f} s: {escaped(error.message)}[/dim]")
+    # With a reason a server has answered, and no connection was lost: it says what is missing, such as an executor.
+    what = "the server can not go on yet" if error.reason else "connection lost"
+    err_console().print(f"[dim]{what}, trying again in {pause:.1f} s: {escaped(error.message)}[/dim]")
 
 
 def _note_retry(error: KvPlaneError, pause: float) -> None:

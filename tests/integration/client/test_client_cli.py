@@ -303,7 +303,20 @@ def test_generate_survives_a_break_and_says_so(cli: Cli, threaded_manager: Threa
     result = cli("generate", "a")
 
     assert (result.exit_code, result.stdout) == (0, TEXT + "\n")
-    assert "trying again" in result.stderr
+    assert "connection lost, trying again" in result.stderr
+
+
+def test_generate_whose_server_has_no_executor_for_a_moment_speaks_of_no_lost_connection(
+    cli: Cli, threaded_manager: ThreadedManager
+) -> None:
+    nobody_computes = failing_stream(grpc.StatusCode.UNAVAILABLE, "none is ready", "NO_EXECUTOR")
+    threaded_manager.scripts.generate = [nobody_computes, answer]
+
+    result = cli("generate", "a")
+
+    assert (result.exit_code, result.stdout) == (0, TEXT + "\n")
+    assert "the server can not go on yet, trying again" in result.stderr
+    assert "connection lost" not in result.stderr
 
 
 def test_generate_json_tells_of_a_break_in_json(cli: Cli, threaded_manager: ThreadedManager) -> None:
@@ -486,8 +499,9 @@ def test_server_that_is_an_address_is_asked(nobody: Cli, address: str) -> None:
         (["--retention-priority", "101"], "a whole number, -100 to 100", "101"),
         (["--retention", "512=80"], "START:STOP=PRIORITY or decode=PRIORITY", "'512=80'"),
         (["--retention", ":4=101"], "START:STOP=PRIORITY or decode=PRIORITY", "':4=101'"),
-        (["--retention", "4:4=1"], "START:STOP=PRIORITY or decode=PRIORITY", "'4:4=1'"),
-        (["--retention", "-4:4=1"], "START:STOP=PRIORITY or decode=PRIORITY", "'-4:4=1'"),
+        (["--retention", "4:4=1"], "START below STOP", "'4:4=1'"),
+        (["--retention", "512:10=5"], "START below STOP", "'512:10=5'"),
+        (["--retention", "-4:4=1"], "START below STOP, both in 0 to 2147483647", "'-4:4=1'"),
         (["--retention", "decode=1/nan"], "START:STOP=PRIORITY or decode=PRIORITY", "'decode=1/nan'"),
         (["--retention", "decode=1/2147484"], "START:STOP=PRIORITY or decode=PRIORITY", "'decode=1/2147484'"),
         (["--retention", "decode=1"] * 2, "decode= once", "'decode=1'"),
@@ -518,7 +532,15 @@ def test_value_out_of_range_is_wrong_usage_told_in_one_form(
     assert flags[0] in told
 
 
-@pytest.mark.parametrize("ids", ["one", ",", "-1", "٣", str(2**31)])
+@pytest.mark.parametrize(("ids", "wrong"), [("-1", "-1"), (f"1,2,{2**31}", f"{2**31}"), ("1,2,-3", "-3")])
+def test_token_ids_out_of_range_are_named(nobody: Cli, ids: str, wrong: str) -> None:
+    result = nobody("generate", "--token-ids", ids, columns=400)
+
+    assert result.exit_code == 2
+    assert f"expected token ids in 0 to 2147483647, got {wrong}; " in result.stderr
+
+
+@pytest.mark.parametrize("ids", ["one", ",", "٣"])
 def test_token_ids_that_are_none_are_wrong_usage(nobody: Cli, ids: str) -> None:
     result = nobody("generate", "--token-ids", ids, columns=400)
 

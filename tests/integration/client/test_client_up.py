@@ -412,6 +412,19 @@ def test_other_machines_are_told_an_address_of_this_one_where_they_may_use_it() 
         assert (name not in ("", "0.0.0.0", "::", "localhost"), port) == (True, "9")
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "nobody.invalid"])
+def test_up_refuses_a_host_that_is_not_this_machine_by_its_option(tmp_path: Path, host: str) -> None:
+    """An address of RFC 5737, and a name of RFC 6761."""
+    arguments = ["up", "--backend", "sim", "--port", "0", "--host", host, "--state-dir", str(tmp_path / "state")]
+    result = CliRunner().invoke(app, arguments)
+
+    assert result.exit_code == 1
+    told = " ".join(result.stderr.split())
+    assert f"cannot listen on {host}:0" in told
+    assert "as --host" in told
+    assert "--port" not in told
+
+
 def test_up_refuses_a_port_in_use(tmp_path: Path, running: list[Up]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -437,7 +437,7 @@ async def test_tls_serves_who_trusts_the_certificate(tmp_path: Path, key_file: P
                 assert await code_of(call(b"", metadata=bearer("alice"))) is grpc.StatusCode.UNAVAILABLE
 
 
-@pytest.mark.parametrize("broken", ["missing", "other key", "no pem", "password", "open key"])
+@pytest.mark.parametrize("broken", ["missing", "other key", "no pem", "password", "open key", "key twice"])
 def test_tls_files_that_will_not_do_are_refused(tmp_path: Path, broken: str) -> None:
     made = make_certificate(tmp_path, password="secret" if broken == "password" else "")
     certificate, key = made.certificate, made.key
@@ -448,12 +448,15 @@ def test_tls_files_that_will_not_do_are_refused(tmp_path: Path, broken: str) -> 
         key = make_certificate(tmp_path / "other").key
     elif broken == "no pem":
         certificate.write_text("a certificate")
+    elif broken == "key twice":
+        certificate = key
     elif broken == "open key":
         key.chmod(0o644)
     config = ManagerConfig(port=0, tls_certificate=str(certificate), tls_key=str(key))
     with pytest.raises(ConfigError, match=r"^--tls-.*: expected .*, got .*") as caught:
         ManagerServer(config, FakeEngine(), ExecutorRegistry(lambda: 0.0, 1_000), Health())
     assert "PRIVATE KEY" not in str(caught.value)
+    assert "None" not in str(caught.value)
 
 
 def test_tls_certificate_and_key_come_together() -> None:

@@ -19,6 +19,24 @@ def safetensors(path: Path, *, cut: int = 0) -> None:
     path.write_bytes(content[: len(content) - cut])
 
 
+def gguf(*, tensors: int = 1) -> bytes:
+    """A file with settings of each kind of type, and tensors of 32 bytes."""
+
+    def text(value: bytes) -> bytes:
+        return struct.pack("<Q", len(value)) + value
+
+    settings = [
+        text(b"general.architecture") + struct.pack("<I", 8) + text(b"llama"),
+        text(b"general.alignment") + struct.pack("<II", 4, 64),
+        text(b"rope.base") + struct.pack("<If", 6, 1.0),
+        text(b"tokens") + struct.pack("<IIQ", 9, 8, 2) + text(b"a") + text(b"bc"),
+        text(b"scores") + struct.pack("<IIQ2f", 9, 6, 2, 0.5, 1.5),
+    ]
+    infos = [text(b"t%d" % index) + struct.pack("<IQQIQ", 2, 4, 2, 0, 64 * index) for index in range(tensors)]
+    head = b"GGUF" + struct.pack("<IQQ", 3, tensors, len(settings)) + b"".join(settings + infos)
+    return head + bytes(-len(head) % 64) + bytes(64 * (tensors - 1) + 32)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A model of one file."""
@@ -46,9 +64,21 @@ def test_models_that_may_be_whole_are_let_pass(folder: Path, tmp_path: Path) -> 
     check_model(str(folder))
     sharded(folder)
     check_model(str(folder))
-    gguf = tmp_path / "model.gguf"
-    gguf.write_bytes(b"GGUF more")
-    check_model(str(gguf))
+    file = tmp_path / "model.gguf"
+    for content in (gguf(), gguf(tensors=3), b"GGUF" + struct.pack("<I", 4) + b" of a version to come"):
+        file.write_bytes(content)
+        check_model(str(file))
+
+
+def test_gguf_file_that_is_cut_off_anywhere_before_its_last_tensor_is_refused(tmp_path: Path) -> None:
+    file, whole = tmp_path / "model.gguf", gguf(tensors=3)
+    for length in range(4, len(whole) - 31):
+        file.write_bytes(whole[:length])
+        told = refusal(file)
+        assert "cut off: fetch it again" in told
+        assert str(length) in told
+    file.write_bytes(whole[: len(whole) - 31])
+    check_model(str(file))
 
 
 @pytest.mark.parametrize("model", ["gpt2", "Qwen/Qwen3-0.6B", "nobody/nothing-here", "a/b.c_d-e"])
@@ -62,11 +92,11 @@ def test_what_is_neither_there_nor_a_hub_id_is_refused(model: str) -> None:
 
 
 def test_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    (tmp_path / "x.gguf").write_bytes(gguf())
     check_model(str(tmp_path))
     (tmp_path / "x.gguf").write_bytes(b"GGU")
     assert "a GGUF file" in refusal(tmp_path)
-    (tmp_path / "y.gguf").write_bytes(b"GGUF")
+    (tmp_path / "y.gguf").write_bytes(gguf())
     assert "x.gguf, y.gguf" in refusal(tmp_path)
 
 

@@ -57,12 +57,24 @@ def test_load_shape_reads_a_config_and_fills_in_what_older_ones_leave_out(tmp_pa
     assert load_shape(str(tmp_path / "config.json")) == shape
 
 
+def _config(**changes: object) -> str:
+    known = {
+        "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
+        "vocab_size": 100, "max_position_embeddings": 512,
+    }  # fmt: skip
+    return json.dumps(known | changes)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "expected JSON"),
         ("[]", "expected a JSON object, got list"),
         ("{}", "expected hidden_size to be a positive integer, got None"),
+        ("[" * 200_000, "expected JSON"),
+        (_config(num_hidden_layers=10**14), f"expected num_hidden_layers to be at most 10000, got {10**14}"),
+        (_config(vocab_size=2**31), "expected vocab_size to be at most 2147483647, got 2147483648"),
+        (_config(tie_word_embeddings="no"), "expected tie_word_embeddings to be true or false, got 'no'"),
         ('{"hidden_size": "4"}', "expected hidden_size to be a positive integer, got '4'"),
         ('{"model_type": "bamba"}', "expected hidden_size to be a positive integer, got None"),
     ],

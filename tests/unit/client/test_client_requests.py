@@ -51,6 +51,9 @@ def test_one_stop_string_needs_no_list() -> None:
     [
         ([], {}, "prompt"),
         (5, {}, "prompt"),
+        ([True], {}, "prompt"),
+        ([1, False], {}, "prompt"),
+        ("a", {"stop_token_ids": [True]}, "stop_token_ids"),
         (b"bytes", {}, "prompt"),
         ({"role": "user", "content": "x"}, {}, "prompt"),
         ([1, "two"], {}, "prompt"),

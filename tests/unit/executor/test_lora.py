@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -209,10 +210,20 @@ def test_read_adapter_that_is_no_adapter_is_refused(loaded: TorchBackend, adapte
     assert refused("lora_A") == "ADAPTER_NOT_READABLE"
     save_file(tensors | {"base_model.model.lm_head.weight": torch.ones(2, 2)}, copy / WEIGHTS_FILE)
     assert refused("lm_head") == "ADAPTER_NOT_SUPPORTED"
+    first, matrix = next(iter(tensors.items()))
+    for broken in (float("nan"), float("inf")):
+        diverged = matrix.clone()
+        diverged[-1, -1] = broken
+        save_file(tensors | {first: diverged}, copy / WEIGHTS_FILE)
+        assert refused(f"finite numbers, got NaN or infinities in {re.escape(first)}") == "ADAPTER_NOT_READABLE"
+    save_file(tensors | {first: matrix.to(torch.int32)}, copy / WEIGHTS_FILE)
+    assert refused("floating-point numbers, got .* of int32") == "ADAPTER_NOT_SUPPORTED"
     (copy / WEIGHTS_FILE).write_bytes(b"no safetensors")
     assert refused("safetensors") == "ADAPTER_NOT_READABLE"
     (copy / WEIGHTS_FILE).write_bytes(bytes(16 << 20))
     assert refused("at most") == "ADAPTER_TOO_LARGE"
+    (copy / WEIGHTS_FILE).unlink()
+    assert refused(f"expected {WEIGHTS_FILE} in .*, got no such file") == "ADAPTER_NOT_READABLE"
     (copy / CONFIG_FILE).write_text("[]")
     assert refused("JSON object") == "ADAPTER_NOT_READABLE"
     (copy / CONFIG_FILE).unlink()

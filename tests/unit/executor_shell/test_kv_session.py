@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from structlog.testing import capture_logs
 
 from executor_service.backends.base import MemoryProfile
 from executor_service.backends.sim_backend import SimBackend
@@ -35,6 +36,16 @@ def test_profile_the_backend_measured_last_what_the_cache_is_made_for_and_the_an
     other = session.profile(1, 1)
     assert session.profile(64, 4) == first != other
     assert backend.measured == [(64, 4), (1, 1), (64, 4)]
+
+
+def test_profile_says_what_it_does_before_it_takes_its_time() -> None:
+    session = KvSession(Measuring())
+    session.load()
+    with capture_logs() as logs:
+        session.profile(64, 4)
+        session.profile(64, 4)
+    (event,) = [log for log in logs if log["event"] == "memory_profile_started"]
+    assert (event["max_num_batched_tokens"], event["max_num_seqs"]) == (64, 4)
 
 
 def test_settle_is_called_whenever_a_cache_has_been_made() -> None:
