@@ -247,7 +247,7 @@ def test_up_runs_real_services_with_keys_and_tls(
 
 
 def test_up_shows_why_an_executor_could_not_start(tmp_path: Path, running: list[Up]) -> None:
-    (tmp_path / "weights.gguf").write_bytes(b"GGUF")
+    (tmp_path / "weights.gguf").write_bytes(b"GGUF" + bytes([4, 0, 0, 0]))
     up = Up(tmp_path, "--model", "./weights.gguf", "--port", "0", "--executor-arg=--broken")
     running.append(up)
 
