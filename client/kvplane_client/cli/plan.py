@@ -22,8 +22,8 @@ from kvplane_client.cli.capacity import (
 from kvplane_client.cli.model_states import STATE
 from kvplane_client.cli.option_panel import Panel
 from kvplane_client.cli.output import out_console, print_json
-from kvplane_client.cli.session import CommandError, reported
-from kvplane_client.cli.values import parse_size
+from kvplane_client.cli.session import EXIT_ERROR, CommandError, reported
+from kvplane_client.cli.values import MAX_INT32, parse_size
 
 __all__ = ["plan"]
 
@@ -36,7 +36,8 @@ this reckons: weights from the shape (of a model that also sees or hears: of
 its decoder alone), and --overhead for activations and the runtime. Layers
 that keep a state (Mamba, linear attention) need blocks that it fits into:
 their size is then a multiple of --block-size, as the executor makes it. Of
-layers that keep less of a token than others blocks have more tokens.
+layers that keep less of a token than others blocks have more tokens. Where
+not one user fits it says so, and the exit code is 1.
 
 Examples:
 
@@ -145,13 +146,20 @@ def plan(
             )
         except PlanError as error:
             raise CommandError(str(error)) from error
+        if capacity.num_blocks > MAX_INT32:
+            raise CommandError(
+                f"expected at most {MAX_INT32} blocks, whose ids are int32, got {capacity.num_blocks}; a larger"
+                " --block-size, or less --memory"
+            )
     if as_json:
         print_json(_document(shape, capacity))
-        return
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for name, value in _rows(capacity):
-        table.add_row(f"[dim]{name}[/dim]", value)
-    out_console().print(table)
+    else:
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        for name, value in _rows(capacity):
+            table.add_row(f"[dim]{name}[/dim]", value)
+        out_console().print(table)
+    if capacity.num_users == 0:
+        raise typer.Exit(EXIT_ERROR)
 
 
 plan.__doc__ = _HELP

@@ -145,3 +145,17 @@ def test_command_default_overhead_is_2_gib_and_unknown_model_or_dtype_is_an_erro
     assert unknown.exit_code == 1
     assert "expected one of llama-3-8b" in unknown.stderr
     assert CliRunner().invoke(app, ["plan", "smollm2-135m", "--memory", "4GiB", "--dtype", "int3"]).exit_code == 2
+
+
+@pytest.mark.parametrize("mode", [[], ["--json"]])
+def test_plan_in_which_not_one_user_fits_is_shown_and_exits_with_1(mode: list[str]) -> None:
+    none_fits = CliRunner().invoke(app, ["plan", "llama-3-8b", "--memory", "8GiB", *mode], env={"COLUMNS": "200"})
+    assert none_fits.exit_code == 1
+    assert ('"num_users": 0' if mode else "not one fits") in none_fits.stdout
+    assert CliRunner().invoke(app, ["plan", "llama-3-8b", "--memory", "80GiB", *mode]).exit_code == 0
+
+
+def test_plan_of_more_blocks_than_ids_is_refused() -> None:
+    refused = CliRunner().invoke(app, ["plan", "smollm2-135m", "--memory", "999999999TiB", "--block-size", "1"])
+    assert refused.exit_code == 1
+    assert "expected at most 2147483647 blocks" in " ".join(refused.stderr.split())
