@@ -79,12 +79,10 @@ class Adoption:
         )
         if not is_sound:
             return None
-        return adopt_block(self._pool, tag, parent, tag.serial)
+        return adopt_block(self._pool, tag, parent)
 
 
-def adopt_block(
-    pool: BlockPool, tag: TaggedBlock, parent: BlockContent | None, serial: int
-) -> BlockContent | None:
+def adopt_block(pool: BlockPool, tag: TaggedBlock, parent: BlockContent | None, serial: int = 0) -> BlockContent | None:
     """Take over a block that an executor still holds from an earlier manager. Its tag is proved by the caller.
 
     The block is referenced: `free_blocks` them all, deepest first, afterwards, so that they are evicted in the right
@@ -94,7 +92,7 @@ def adopt_block(
         pool: where the block is.
         tag: the block's.
         parent: what its content follows from, known or adopted before.
-        serial: of its content.
+        serial: of its content; 0 for what its tag says.
 
     Returns:
         The content, or None when the block is in use, cached already, or the hash belongs to another content.
@@ -103,7 +101,9 @@ def adopt_block(
     if block is pool.null_block or block.ref_cnt or block.content is not None:
         return None
     pool.touch((block,))
-    content = pool.cache_full_block(block, tag.block_hash, parent, tag.token_bytes, tag.extra_keys, serial=serial)
+    content = pool.cache_full_block(
+        block, tag.block_hash, parent, tag.token_bytes, tag.extra_keys, serial=serial or tag.serial
+    )
     if content is None:
         pool.free_blocks((block,))
     return content
