@@ -88,7 +88,9 @@ def num_weights(gguf_file: Path) -> int:
         return sum(int(tensor.n_elements) for tensor in GGUFReader(gguf_file).tensors)
     except (ValueError, KeyError, IndexError, OSError) as error:
         raise BackendError(
-            "MODEL_NOT_READABLE", f"expected a whole GGUF file, got {gguf_file}: {error!r}", file=gguf_file
+            "MODEL_NOT_READABLE",
+            f"expected a whole GGUF file, got {gguf_file}, which is cut off or damaged ({error}); fetch it again",
+            file=gguf_file,
         ) from error
 
 
