@@ -52,7 +52,7 @@ def test_parse_size_units_give_bytes(text, size):
         (["--gpu-memory-utilization", "1.5"], ["--gpu-memory-utilization", "1", "'1.5'"]),
         (["--advertise-address", "nowhere"], ["--advertise-address", "'nowhere'"]),
         (["--backend", "torch"], ["KVPLANE_EXECUTOR_MODEL", "folder"]),
-        (["--sim-eos-token-ids", "1,a"], ["--sim-eos-token-ids", "integer"]),
+        (["--sim-eos-token-ids", "1,a"], ["--sim-eos-token-ids", "whole numbers"]),
         (["--no-such-flag"], ["--no-such-flag"]),
     ],
 )

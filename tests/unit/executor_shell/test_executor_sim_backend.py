@@ -236,7 +236,7 @@ def test_execute_rows_that_read_chunks_of_the_same_step_give_the_oracles_tokens(
 
 def test_load_window_in_which_no_token_reads_the_one_before_is_refused():
     window = 1
-    with pytest.raises(BackendError, match=f"sim_windows: expected 0 .* got {window}") as caught:
+    with pytest.raises(BackendError, match=f"--sim-windows: expected 0 .* got {window}") as caught:
         SimBackend(SimBackendConfig(sim_windows=(0, window))).load()
     assert caught.value.reason == "BAD_WINDOW"
 
@@ -411,7 +411,7 @@ def test_profile_memory_reports_blocks_or_what_is_short():
 
 
 def test_load_eos_beyond_vocab_is_refused():
-    with pytest.raises(BackendError, match="sim_eos_token_ids"):
+    with pytest.raises(BackendError, match="--sim-eos-token-ids"):
         SimBackend(SimBackendConfig(sim_vocab_size=10, sim_eos_token_ids=(10,))).load()
     assert SimBackend(SimBackendConfig(sim_eos_token_ids=(2, 5))).load().eos_token_ids == (2, 5)
 
