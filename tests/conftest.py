@@ -20,8 +20,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Hypothesis fails an example that takes 0.2 s, and examples that are slow to draw; tests here assert no times, on a busy
-# machine least of all.
+# Hypothesis fails an example that takes 0.2 s, and examples that are slow to draw; tests here assert no times, on a
+# busy machine least of all.
 hypothesis.settings.register_profile(
     "unhurried", hypothesis.settings(), deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
