@@ -24,7 +24,7 @@ from kvmanager_service.core.errors import (
 )
 from kvmanager_service.core.extra_keys import request_keys
 from kvmanager_service.core.pinned_prefixes import PinnedPrefix
-from kvmanager_service.core.request import TOKEN_BYTES, FinishReason, RequestStatus
+from kvmanager_service.core.request import TOKEN_BYTES, FinishReason
 from kvmanager_service.core.suspects import MAX_FAILED_STEPS
 from kvmanager_service.engine_views import request_views
 from tests.simulation.conditions import Clock
@@ -119,8 +119,7 @@ class Deeds:
         else:
             self._accept(request_id, story)
             holds = "and holds" if request.blocks or request.tables else "with nothing"
-            is_running = request.status is RequestStatus.RUNNING
-            Counts.add(self.counts.outcomes, "fork runs at once" if is_running else f"fork waits {holds}")
+            Counts.add(self.counts.outcomes, f"fork waits {holds}")
 
     def add_duplicate(self, request_id: str) -> None:
         """A client uses an id that is in use."""

@@ -207,7 +207,6 @@ SELDOM: Final = frozenset(
         "swapping in",
         "swapping out",
         "swapping out, its next token being sampled",
-        "waiting fork that holds blocks",
     }
 )
 """States that requests are in for a step or two, if at all: an abort meets them if it is meant to."""

@@ -250,7 +250,6 @@ def test_simulation_many_lives_meet_every_fault_and_every_end() -> None:
     }
     assert met.outcomes.keys() == {
         "fork lets go",
-        "fork runs at once",
         "fork runs from what it held",
         "fork waits and holds",
         "fork waits with nothing",
