@@ -85,11 +85,11 @@ async def test_process_stopped_with_a_step_running_answers_it_and_ends_the_strea
         assert running.wait(timeout=60) == 0
 
 
-def test_process_model_that_cannot_be_loaded_is_logged_and_exits_1():
+def test_process_setting_that_does_not_fit_the_model_is_logged_and_exits_2():
     with process("--sim-eos-token-ids", str(VOCAB_SIZE)) as running:
         failed = wait_for(running, "executor_load_failed")
         assert (failed["reason"], failed["level"]) == ("BAD_EOS_TOKEN_ID", "error")
-        assert running.wait(timeout=60) == 1
+        assert running.wait(timeout=60) == 2
 
 
 async def test_process_whose_memory_holds_no_sequence_says_so_to_the_manager_and_exits_1():
@@ -123,10 +123,10 @@ def test_process_installed_without_what_an_executor_needs_is_logged_and_exits_1(
         assert running.wait(timeout=60) == 1
 
 
-def test_process_unknown_backend_is_logged_and_exits_1():
+def test_process_unknown_backend_is_logged_and_exits_2():
     with process("--backend", "abacus") as running:
         assert "expected one of" in wait_for(running, "backend_unavailable")["error"]
-        assert running.wait(timeout=60) == 1
+        assert running.wait(timeout=60) == 2
 
 
 def test_process_port_that_is_taken_is_logged_and_exits_1():
