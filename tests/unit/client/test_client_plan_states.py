@@ -361,7 +361,7 @@ def test_command_eight_bits_that_say_nothing_of_states_are_refused(
     assert done.exit_code == 1
     assert message in done.stderr
     both = CliRunner().invoke(
-        app, ["plan", saved_config(tmp_path, BAMBA), "--memory", "1GiB", "--dtype", "fp8", "--kv-dtype", "bfloat16"]
+        app, ["plan", saved_config(tmp_path, BAMBA), "--memory", "64GiB", "--dtype", "fp8", "--kv-dtype", "bfloat16"]
     )
     assert both.exit_code == 0
 
