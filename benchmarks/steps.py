@@ -11,7 +11,7 @@ from executor_service.backends.base import GroupTables, LogitBias, SamplingBatch
 
 BLOCK_SIZE = 16
 
-_GREEDY = TokenSampling(
+GREEDY = TokenSampling(
     temperature=0.0,
     top_k=0,
     top_p=1.0,
@@ -65,7 +65,7 @@ def make_step(rows: Sequence[StepRow]) -> StepBatch:
         slot_mappings=[np.array(slots, dtype=np.int64)],
         sampling=SamplingBatch(
             rows=np.arange(len(rows), dtype=np.int32),
-            params=[_GREEDY],
+            params=[GREEDY],
             params_index=np.zeros(len(rows), dtype=np.int32),
             seeds=np.zeros(len(rows), dtype=np.uint64),
             positions=lens,

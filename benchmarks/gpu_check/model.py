@@ -13,26 +13,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from executor_service.backends.base import GroupTables, Int32, LogitBias, SamplingBatch, StepBatch, TokenSampling
+from benchmarks.steps import BLOCK_SIZE, GREEDY
+from executor_service.backends.base import GroupTables, Int32, SamplingBatch, StepBatch
 from executor_service.decode_graphs import Recorder
 from executor_service.kernels.triton_paged import TritonKernels
 from executor_service.kv_cache import KvLayout, PagedKvCache
 from executor_service.layer_groups import LayerGroups
 from executor_service.model_runner import ATTENTION_NAME, ModelRunner
-
-BLOCK_SIZE = 16
-_GREEDY = TokenSampling(
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    logit_bias=LogitBias.of({}),
-    suppressed_token_ids=(),
-    num_logprobs=-1,
-)
 
 
 @dataclass(frozen=True)
@@ -143,7 +130,7 @@ def _step(load: Load, fed: Int32, place: int) -> StepBatch:
         slot_mappings=[slots],
         sampling=SamplingBatch(
             rows=each,
-            params=[_GREEDY],
+            params=[GREEDY],
             params_index=np.zeros(rows, dtype=np.int32),
             seeds=np.zeros(rows, dtype=np.uint64),
             positions=whole,
